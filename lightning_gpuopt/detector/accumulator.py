@@ -46,20 +46,9 @@ class Reading:
 class SteadyStateAccumulator:
     """Measures from its construction on; resets the host's and NVML's figures.
 
-    Args:
-        loader: the watch over the training loaders.
-        device: the watch over this rank's GPU, None on other devices.
-        looks: the close looks at steps.
-        steps: steps that the host has done: the GPU may have some of them before it, which are no part of this.
-        ahead: returns the figures of the copies made ahead; None where there are none.
-        images: returns what is known of the images behind the loader.
-        pauses: the watch over what stops the training thread.
-        owners: whose lists and dicts may grow, by a name for people.
-        rank_watch: the watch over what ranks do together; None on one rank.
-
-    Attributes:
-        findings: of the run so far; after a change of the loader, later windows prove them.
-        diagnose_after_s: seconds of the run, since its last change, before which findings are not looked for again.
+    ``steps`` are those that the host has done: the GPU may have some of them before it, which are no part of this.
+    After a change of the loader, later windows prove ``findings``. ``diagnose_after_s`` are seconds of the run, since
+    its last change, before which findings are not looked for again.
     """
 
     def __init__(
@@ -111,21 +100,11 @@ class SteadyStateAccumulator:
             self._recorded_reading = replace(self._recorded_reading, gpu=snapshot)
 
     def measure(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
-        """What was measured since the beginning.
-
-        Args:
-            times: the phases since then.
-            ranks: the work of all ranks.
-        """
+        """What was measured since the beginning; ``times`` are the phases since then."""
         return self._since(self._start, self._read(), times, ranks, self._history.records)
 
     def window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
-        """What was measured since the last window.
-
-        Args:
-            times: the phases since then.
-            ranks: the work of all ranks.
-        """
+        """What was measured since the last window; ``times`` are the phases since then."""
         before = self._last
         self.end_window()
         return self._since(before, self._last, times, ranks)
@@ -135,12 +114,7 @@ class SteadyStateAccumulator:
         self._last = self._read()
 
     def until_window(self, times: PhaseTimes, ranks: tuple[RankWork, ...] = ()) -> Measurement:
-        """What was measured from the beginning to the end of the last window; cheaper than :meth:`measure` there.
-
-        Args:
-            times: the phases since then.
-            ranks: the work of all ranks.
-        """
+        """What was measured from the beginning to the end of the last window; cheaper than :meth:`measure` there."""
         record_s = times.wall_s - (self._recorded_times.wall_s if self._recorded_times is not None else 0.0)
         if record_s >= _MIN_RECORD_S:
             self._keep_record(times)
@@ -155,11 +129,7 @@ class SteadyStateAccumulator:
         self._history.add(measured, self._steps, self._loader.process())
 
     def look_for_growth(self, finding: Finding) -> bool:
-        """Search for what grows in a program whose steps get slower; True if it is found now.
-
-        Args:
-            finding: that they do.
-        """
+        """Search for what grows in a program whose steps get slower; True if it is found now."""
         if self._grows or self._steps < self._look_after:
             return False
         self._look_after = _LOOK_AGAIN * self._steps
@@ -244,13 +214,7 @@ def _all_pipelines(start: Reading, now: Reading) -> Pipelines | None:
 
 
 def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> RankWork | None:
-    """A mean step of this rank, for rank 0 to compare.
-
-    Args:
-        rank: global rank.
-        measurement: of the run since the last change; None while there is none.
-        forward: whether the forward's GPU time is this rank's own.
-    """
+    """A mean step of this rank, for rank 0 to compare; ``forward``: its forward's GPU time is this rank's own."""
     if measurement is None or not measurement.times.steps:
         return None
     times, workers, gpu = measurement.times, measurement.workers, measurement.gpu

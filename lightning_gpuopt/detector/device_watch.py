@@ -35,15 +35,7 @@ _READINGS: Final = (
 
 
 class DeviceWatch:
-    """Watches one CUDA device.
-
-    Args:
-        device: the rank's device.
-        host: the timeline of the training thread.
-        forward: time the forward's own kernels, for the comparison of ranks.
-        links: ask for the links to other GPUs, too.
-        clock: seconds, monotonic.
-    """
+    """Watches one CUDA device; ``forward`` times the forward's own kernels, for the comparison of ranks."""
 
     def __init__(
         self,
@@ -75,11 +67,7 @@ class DeviceWatch:
             self.notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
 
     def catch_up(self, after_reading: Callable[[], None] = lambda: None) -> None:
-        """Training has ended: read what the GPU still has to finish, for a short time.
-
-        Args:
-            after_reading: called after each reading.
-        """
+        """Training has ended: read what the GPU still has to finish, for a short time."""
         deadline_s = self._seconds_now() + _CATCH_UP_S
         self.read()
         after_reading()

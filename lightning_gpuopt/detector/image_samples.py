@@ -27,21 +27,13 @@ _CHANNELS: Final = 3
 
 @dataclass(frozen=True)
 class ReadImages:
-    """The image files of a dataset.
+    """The image files of a dataset."""
 
-    Attributes:
-        read: gives a file's bytes by number.
-        count: how many there are.
-        own: whether the dataset is one of this package: it has ``image_file(index) -> bytes``.
-        in_lmdb: whether it is stored in an LMDB of this package: its ``info`` counts shards.
-        fast: whether the fast decoder reads it: ``decode="tensor"``, or ``crops`` in a wrapper.
-    """
-
-    read: Callable[[int], bytes | None]
+    read: Callable[[int], bytes | None]  # gives a file's bytes by number
     count: int
-    own: bool = False
-    in_lmdb: bool = False
-    fast: bool = False
+    own: bool = False  # of this package: it has ``image_file(index) -> bytes``
+    in_lmdb: bool = False  # stored in an LMDB of this package: its ``info`` counts shards
+    fast: bool = False  # read by the fast decoder: ``decode="tensor"``, or ``crops`` in a wrapper
 
 
 def image_files(dataset: Any) -> ReadImages | None:
@@ -49,9 +41,6 @@ def image_files(dataset: Any) -> ReadImages | None:
 
     Known are ``image_file(index) -> bytes``; lists of ``samples`` or ``imgs`` (tuples that begin with a path, as
     torchvision's) or ``files`` (paths); and torch's ``Subset`` and ``ConcatDataset`` of those.
-
-    Args:
-        dataset: a loader's dataset.
     """
     return _find(dataset, _MAX_DEPTH)
 
@@ -131,14 +120,9 @@ def _within(wrapper: Any, found: ReadImages) -> ReadImages:
 
 
 def describe(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
-    """What is known of a dataset's image files without reading one.
+    """What is known of a dataset's image files without reading one; None: not known to read any.
 
-    Args:
-        dataset: a loader's dataset.
-        batch: number and side in pixels of the images in a batch; None where it holds no square RGB images.
-
-    Returns:
-        None where the dataset is not known to read image files.
+    ``batch`` is the number and the side in pixels of the images in a batch; None where it holds no square RGB images.
     """
     files = image_files(dataset)
     if files is None:
@@ -148,12 +132,7 @@ def describe(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None
 
 
 def measure(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
-    """The same, with what reading and decoding them costs; at most about half a second.
-
-    Args:
-        dataset: a loader's dataset.
-        batch: as in :func:`describe`.
-    """
+    """The same, with what reading and decoding them costs; at most about half a second."""
     files, known = image_files(dataset), describe(dataset, batch)
     if files is None or known is None or not files.count:
         return known
@@ -167,11 +146,7 @@ def measure(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
 
 
 def images_in(batch: Any) -> tuple[int, int] | None:
-    """Number and side in pixels of the square RGB images in a batch; None where it holds none.
-
-    Args:
-        batch: a tensor, or a list, tuple or dict of them.
-    """
+    """Number and side in pixels of the square RGB images in a batch; None where it holds none."""
     if isinstance(batch, Mapping):
         values: Sequence[Any] = list(batch.values())
     else:
@@ -187,14 +162,7 @@ def images_in(batch: Any) -> tuple[int, int] | None:
 
 
 class ImageLook:
-    """What is known of the images behind a Trainer's only training loader.
-
-    Args:
-        loaders: gives the training loaders.
-
-    Attributes:
-        samples: what is known so far.
-    """
+    """What is known of the images behind a Trainer's only training loader."""
 
     def __init__(self, loaders: Callable[[], list[Any]]) -> None:
         self._loaders = loaders

@@ -51,13 +51,7 @@ class Observers(StepObserver):
         self.problems: list[str] = []
 
     def connect(self, event: str, function: Callable[..., None], refused: Callable[[Exception], None]) -> None:
-        """Call a function at an event.
-
-        Args:
-            event: a method of :class:`~lightning_gpuopt.timeline.observer.StepObserver`.
-            function: what to call.
-            refused: called once where it fails; it is not called again.
-        """
+        """Call a function at a ``StepObserver`` event; where it fails, ``refused`` is called and it is not again."""
 
         def fail(error: Exception) -> None:
             log.debug("a measurement failed", exc_info=True)
@@ -89,18 +83,7 @@ class Observers(StepObserver):
 
 
 class Instrumentation:
-    """The profiler and the few shadows in one Trainer.
-
-    Args:
-        trainer: the Trainer.
-        pl_module: its module.
-
-    Attributes:
-        undo: takes away all that was placed; what else has to end with the fit may be added.
-        observers: who is called at a step's events.
-        notes: what could not be placed.
-        reduce: times metrics that are reduced in steps; None on one rank.
-    """
+    """The profiler and the few shadows in one Trainer, which ``undo`` takes away with what else ends with the fit."""
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.undo = ExitStack()
@@ -111,12 +94,7 @@ class Instrumentation:
         self._pl_module = pl_module
 
     def timeline(self, *, nvtx: bool, detailed: bool) -> Timeline:
-        """A timeline for this Trainer's callbacks; it begins when it is started.
-
-        Args:
-            nvtx: mark the phases as NVTX ranges as well.
-            detailed: for a GPU's clock.
-        """
+        """A timeline for this Trainer's callbacks, begun when it is started; ``detailed`` is for a GPU's clock."""
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return Timeline(
             checkpoint_callbacks=[each.state_key for each in callbacks if lightning.is_checkpoint(each)],
@@ -153,13 +131,9 @@ class Instrumentation:
                     self._shadow(each, name, timeline.timed(function, "logging"))
 
     def look_at_batches(self, around: Callable[[Callable[..., Any]], Any]) -> Callable[[], None]:
-        """Have each batch looked at before it is copied to the device.
+        """Have each batch looked at before it is copied to the device; returns what ends that, before the fit does.
 
-        Args:
-            around: makes what is put in place of the precision plugin's ``convert_input``.
-
-        Returns:
-            Ends that, before the fit does.
+        ``around`` makes what is put in place of the precision plugin's ``convert_input``.
         """
         plugin: Any = self._trainer.strategy.precision_plugin
         return self._shadow(plugin, "convert_input", around(plugin.convert_input))

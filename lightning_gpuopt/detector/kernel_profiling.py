@@ -51,19 +51,10 @@ class KernelProfiling:
     On one rank the first only where there is reason to: the host does not run ahead of the GPU, or hooks seem to leave
     it idle. On several ranks once, at the same steps on each. The second with ``profile="on"`` in any case: on one rank
     as soon as there is reason, else late; of several ranks on rank 0, since a collective that waits reads as busy. With
-    ``"auto"`` on one rank, where the GPU may be idle inside the steps.
-
-    Args:
-        device: the device's watch.
-        threshold: share of idle time that is worth a look, 0-1.
-        profile: whether torch.profiler may record: ``"auto"`` on one rank in the last steps before an end that can be
-            foreseen, ``"on"`` at any time on rank 0, ``"off"`` never.
-        batches_left: batches after the current one up to the end of training; None where no end can be foreseen.
-        rank: this process's global rank.
-        several_ranks: whether there are others.
-        rhythm: returns after how many batches steps repeat themselves, when a look begins.
-        is_taken: whether torch.profiler is at work for a trace, for which a look waits.
-        modules: makes what notes the user's modules while a look records; None where that may not be.
+    ``"auto"`` on one rank, where the GPU may be idle inside the steps, in the last steps before an end that can be
+    foreseen (``batches_left`` gives a number). ``rhythm`` returns after how many batches steps repeat themselves, when
+    a look begins. A look waits while ``is_taken``: torch.profiler is at work for a trace. ``modules`` is None where the
+    user's modules may not be noted.
     """
 
     def __init__(
@@ -157,12 +148,7 @@ class KernelProfiling:
         return left is None or left - steps > self._last_steps
 
     def step_done(self, steps: int, since_warm: Callable[[], GpuTimes] | None) -> None:
-        """A step has ended.
-
-        Args:
-            steps: steps since the end of the warm-up; the same on every rank.
-            since_warm: gives what the GPU did in them; None while a warm-up goes on, in which no look begins.
-        """
+        """A step has ended; ``steps`` since warm-up are the same on all ranks, ``since_warm`` is None in a warm-up."""
         if self._sync_look is not None:
             if self._sync_look.step_done():
                 self.syncs = self._sync_look.sighting()
@@ -182,12 +168,7 @@ class KernelProfiling:
             self._begin_profiler()
 
     def window_done(self, since_warm: GpuTimes, step_s: float | None) -> None:
-        """Decide after a window whether there is reason to look.
-
-        Args:
-            since_warm: what the GPU did since the end of the warm-up.
-            step_s: mean seconds of a step in this window.
-        """
+        """Decide after a window whether there is reason to look; ``since_warm`` is since the end of the warm-up."""
         if self._cost_due and self._profiler_look is None:
             self._cost_due -= 1
             if not self._cost_due:

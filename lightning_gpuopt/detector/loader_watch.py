@@ -38,29 +38,19 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Watched:
-    """A training loader, and what is known of it.
-
-    Attributes:
-        seen: the loader.
-        number: in the order in which loaders were seen.
-        clock: in its workers; None where nothing can be timed there.
-        loader: what it is, as of its current iterator.
-        waited_ns: nanoseconds for which the training process waited for it, where there are several, as ``[ns]``.
-        inner_ns: the same for the DataLoader inside a loader of another kind.
-        rows: as many workers' rows of the clock are in use.
-        undo: takes the clock away.
-        changes: what :func:`~lightning_gpuopt.tuning.managed.changes_of` says; None before it was asked.
-    """
+    """A training loader, and what is known of it."""
 
     seen: SeenLoader
-    number: int
-    clock: WorkerClock | None = None
-    loader: LoaderDescription = field(default_factory=LoaderDescription)
+    number: int  # in the order in which loaders were seen
+    clock: WorkerClock | None = None  # in its workers; None where nothing can be timed there
+    loader: LoaderDescription = field(default_factory=LoaderDescription)  # as of its current iterator
+    # for which the training process waited, where there are several
     waited_ns: list[int] = field(default_factory=lambda: [0])
+    # the same for the DataLoader inside a loader of another kind
     inner_ns: list[int] = field(default_factory=lambda: [0])
-    rows: int = 1
-    changes: tuple[dict[str, str], str | None] | None = None
-    undo: Callable[[], None] = field(default=lambda: None, repr=False)
+    rows: int = 1  # as many workers' rows of the clock are in use
+    changes: tuple[dict[str, str], str | None] | None = None  # what ``changes_of`` says; None before it was asked
+    undo: Callable[[], None] = field(default=lambda: None, repr=False)  # takes the clock away
 
     def look_at_changes(self) -> None:
         """See which settings may be changed, and when; once, since much of the dataset is looked at for it."""
@@ -82,19 +72,12 @@ class _Watched:
 
 
 class _Running(NamedTuple):
-    """A loader's iterators: the one that the loop asks, and that of the DataLoader which makes the batches.
-
-    Attributes:
-        watched: the loader.
-        outer: what the loop asks, held weakly.
-        inner: what makes the batches, held weakly; None where that is not known.
-        workers: workers behind ``inner``, and iterators of torch's that they are in.
-    """
+    """A loader's iterators: the one that the loop asks, and that of the DataLoader which makes the batches."""
 
     watched: _Watched
-    outer: Callable[[], Any]
-    inner: Callable[[], Any]
-    workers: tuple[int, int]
+    outer: Callable[[], Any]  # held weakly
+    inner: Callable[[], Any]  # held weakly; None where that is not known
+    workers: tuple[int, int]  # workers behind ``inner``, and iterators of torch's that they are in
 
 
 def _workers_behind(watched: _Watched, inner: Any) -> tuple[int, int]:
@@ -125,13 +108,8 @@ class _TimedIterator:
 class LoaderWatch:
     """Wraps each training loader's ``collate_fn`` as it passes, and looks at its queues and workers.
 
-    Args:
-        trainer: the Trainer, in ``setup``: before it has asked for its loaders.
-
-    Attributes:
-        queues: looks at the queues at each fetch.
-        facts: the settings of all training loaders together.
-        threads: identifiers of the threads that loaders of other kinds have in this process.
+    Made in ``setup``, before the Trainer has asked for its loaders. ``threads`` are identifiers of the threads that
+    loaders of other kinds have in this process.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -244,11 +222,7 @@ class LoaderWatch:
         return {each.number: each.reading(several=several) for each in self._watched}
 
     def with_changes(self, loader: LoaderDescription) -> LoaderDescription:
-        """A training loader's description, with which of its settings may be changed.
-
-        Args:
-            loader: as one of :meth:`readings` has it.
-        """
+        """A training loader's description, as of :meth:`readings`, with which of its settings may be changed."""
         watched = next((each for each in self._watched if each.loader.key == loader.key), None)
         if watched is None:
             return loader
@@ -260,11 +234,7 @@ class LoaderWatch:
         return self._validation.reading(several=False) if self._validation is not None else None
 
     def busiest(self, key: str = "") -> tuple[int, WorkerStacks, int] | None:
-        """The loader whose workers were busiest: number, stacks, and number of workers.
-
-        Args:
-            key: of the loader in a CombinedLoader; empty: any.
-        """
+        """The loader whose workers were busiest: number, stacks, number of workers; an empty ``key`` is any loader."""
         readings = {
             number: each
             for number, each in self.readings().items()
@@ -277,11 +247,7 @@ class LoaderWatch:
         return None
 
     def stacks_of(self, number: int) -> WorkerStacks | None:
-        """The sampler of the stacks of a loader's workers; None where the loader is gone.
-
-        Args:
-            number: of :meth:`readings`.
-        """
+        """The sampler of the stacks of a loader's workers, by its number; None where the loader is gone."""
         clocks = (each.clock for each in self._watched if each.number == number)
         return next((clock.stacks for clock in clocks if clock is not None), None)
 
@@ -309,10 +275,7 @@ class LoaderWatch:
         return described
 
     def undo(self) -> None:
-        """Remove our hooks and drop loaders and iterators; may be called more than once.
-
-        Workers end when the last reference to their iterator goes: none of ours may keep them.
-        """
+        """Remove our hooks and drop loaders and iterators: a reference of ours would keep workers alive. Idempotent."""
         while self._undo:
             self._undo.pop()()
         self.release()

@@ -32,10 +32,8 @@ _NO_TABLE: Final = (
 class Looks:
     """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
 
-    Attributes:
-        kernels: looks at the steps of the GPU; None on other devices.
-        operators: looks at the operators of a CPU's steps; None on other devices.
-        stacks: samples stacks for findings; None on ranks that do not report.
+    ``kernels`` is None on other devices than CUDA, ``operators`` on other devices than a CPU, ``stacks`` on ranks that
+    do not report.
     """
 
     def __init__(self) -> None:
@@ -57,17 +55,7 @@ class Looks:
         device: DeviceWatch | None,
         found: Callable[[], bool],
     ) -> None:
-        """Prepare the looks that this device allows.
-
-        Args:
-            trainer: the Trainer, when training starts.
-            pl_module: its module.
-            timeline: of the training thread.
-            threshold: share of idle time that is worth a look, 0-1.
-            profile: whether torch.profiler may record.
-            device: the watch over this rank's GPU; None on other devices.
-            found: whether the run has a finding by now.
-        """
+        """Prepare the looks that this device allows, when training starts; ``threshold`` is of idle time, 0-1."""
 
         def modules() -> ModuleCalls | None:
             """None where hooks could have torch compile the modules anew."""
@@ -120,12 +108,9 @@ class Looks:
     def step_done(
         self, steps: int, gpu: Callable[[], GpuTimes] | None, findings: Callable[[], list[Finding] | None]
     ) -> None:
-        """A step has ended.
+        """A step has ended; ``steps`` since warm-up are the same on every rank.
 
-        Args:
-            steps: steps since the end of the warm-up; the same on every rank.
-            gpu: gives what the GPU did in them; None while a warm-up goes on.
-            findings: gives what is found by now; None while a warm-up goes on.
+        What ``gpu`` and ``findings`` give is None while a warm-up goes on.
         """
         if steps < self._due_at:
             return
@@ -152,12 +137,7 @@ class Looks:
             self.found(found)
 
     def window_done(self, gpu: GpuTimes, step_s: float | None) -> None:
-        """A window has ended.
-
-        Args:
-            gpu: what the GPU did since the end of the warm-up.
-            step_s: mean seconds of a step in this window.
-        """
+        """A window has ended, with steps of ``step_s``; ``gpu`` is since the end of the warm-up."""
         if self.kernels is not None:
             self.kernels.window_done(gpu, step_s)
 
@@ -182,11 +162,7 @@ class Looks:
             ends.callback(self.finish)
 
     def notes(self, findings: Sequence[Finding] | None) -> list[str]:
-        """What the looks cost, and what could not be seen.
-
-        Args:
-            findings: of the report; None while a warm-up goes on.
-        """
+        """What the looks cost, and what could not be seen; ``findings`` are None while a warm-up goes on."""
         notes = [note for each in (*self._profilings, self._trace) for note in each.notes]
         if findings is not None and not findings and any(each.left_out for each in self._profilings):
             notes.append(_NO_TABLE)

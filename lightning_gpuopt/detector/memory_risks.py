@@ -29,16 +29,7 @@ _GROWN: Final = 64 << 20
 
 
 class MemoryRisks:
-    """Looks for risks in what the recorder has read; on the recorder's thread, and once more at the end of a fit.
-
-    Args:
-        trainer: the Trainer.
-        recorder: the flight recorder.
-        loader: the watch over the loaders.
-        risks: where they go.
-        owners: gives objects whose attributes may grow, by a name for people.
-        clock: seconds, monotonic.
-    """
+    """Looks for risks in what the recorder has read; on the recorder's thread, and once more at the end of a fit."""
 
     def __init__(
         self,

@@ -19,14 +19,10 @@ _IN_STEP: Final = frozenset(("forward", "backward", "optimizer"))
 
 
 class TimedReduce(Replacement):
-    """A strategy's ``reduce`` whose time inside a step is logging.
+    """A strategy's ``reduce`` whose time inside a step is logging; equal to the method that it replaces.
 
     Lightning keeps it with a metric from one ``self.log``, and one ``fit``, to the next, and expects the same function
-    each time: so it is equal to the one that it replaces.
-
-    Args:
-        reduce: the strategy's method.
-        timeline: of the training thread.
+    each time.
     """
 
     def __init__(self, reduce: Callable[..., Any], timeline: Timeline) -> None:

@@ -24,8 +24,7 @@ _MAX_NODES: Final = 2000
 
 _LONGEST_S: Final = 0.25
 _LONG_STEP_S: Final = 30.0
-"""Mean seconds of a step beyond which it is not recorded, with ``profile="auto"`` and with ``"on"``: operators that are
-in no graph are not counted before."""
+"""Mean seconds of a step beyond which it is never recorded: operators that are in no graph are not counted before."""
 
 _UNFORESEEN: Final = 16
 """Steps after which to ask again for an end that could not be foreseen."""
@@ -37,20 +36,10 @@ _LEAST_S: Final = 10.0
 class OperatorProfiling:
     """Records the operators of a step: in the last ones before a foreseen end, with ``"auto"`` where nothing was found.
 
-    Args:
-        timeline: says which operators belong to a step.
-        profile: whether torch.profiler may record.
-        batches_left: batches after the current one up to the end of training; None where no end can be foreseen.
-        several_ranks: whether there are others; then ``"auto"`` records nothing.
-        is_taken: whether torch.profiler is at work for a trace.
-        modules: makes what notes the user's modules while a look records; None where that may not be.
-        found: whether the run has a finding by now.
-        clock: seconds, monotonic.
-
-    Attributes:
-        due_at: steps since the end of the warm-up before which :meth:`step_done` has nothing to do.
-        kernels: what was recorded.
-        notes: why nothing was.
+    Without a foreseen end ``batches_left`` gives None. On several ranks ``"auto"`` records nothing, and nothing is
+    while ``is_taken``: torch.profiler is at work for a trace. ``modules`` is None where the user's modules may not be
+    noted. :meth:`step_done` has nothing to do before ``due_at`` steps since the end of the warm-up. ``notes`` say why
+    nothing was recorded.
     """
 
     def __init__(
@@ -105,11 +94,7 @@ class OperatorProfiling:
             self._counts, self._nodes = False, _nodes_of(loss)
 
     def step_done(self, steps: int) -> None:
-        """A step has ended.
-
-        Args:
-            steps: steps since the end of the warm-up.
-        """
+        """A step has ended; ``steps`` are counted since the end of the warm-up."""
         if self._over or steps < self.due_at:
             return
         begin_s = self._clock()

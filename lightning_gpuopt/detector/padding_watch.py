@@ -37,12 +37,7 @@ _FEW: Final = 4
 class PaddingWatch:
     """Inspects batches 1, 2, 4, 8 ... as the loader gives them; where the first five have no padding, no others.
 
-    Args:
-        is_training: whether a batch that comes now is one of training.
-
-    Attributes:
-        batches: what was seen of those that carry a mask or lengths.
-        end: called when no more batches are of interest.
+    ``batches`` are those seen that carry a mask or lengths; ``end`` is called when no more are of interest.
     """
 
     def __init__(self, is_training: Callable[[], bool]) -> None:
@@ -53,11 +48,7 @@ class PaddingWatch:
         self.batches: list[PaddedBatch] = []
 
     def around(self, convert_input: Callable[..., Any]) -> Replacement:
-        """In front of the precision plugin's ``convert_input``, through which the Trainer passes each batch.
-
-        Args:
-            convert_input: the plugin's own.
-        """
+        """In front of the precision plugin's ``convert_input``, through which the Trainer passes each batch."""
 
         def look(data: Any, *args: Any, **kwargs: Any) -> Any:
             self.see_batch(data)
@@ -66,10 +57,9 @@ class PaddingWatch:
         return Replacement(convert_input, look)
 
     def see_batch(self, batch: Any) -> None:
-        """A batch is about to be copied; costs about 0.2 µs but where it is looked at, which takes some 20 µs.
+        """A batch is about to be copied; costs some 20 µs where it is looked at, else about 0.2 µs.
 
-        Args:
-            batch: as the loader gave it; tensors that are on a device already are left out.
+        Tensors that are on a device already are left out.
         """
         try:
             if not self._is_training():
@@ -93,9 +83,7 @@ def padding_in(batch: Any) -> PaddedBatch | None:
 
     By a mask or lengths of the usual names; by any whole numbers, one a row, behind which the rows of another tensor
     are constant; or by a constant in which most rows of whole numbers end, or begin, and which they have nowhere else.
-
-    Args:
-        batch: a mapping, a named tuple or a dataclass; or a tuple or list of tensors, or with one of these in it.
+    A batch is a mapping, a named tuple, a dataclass, or a tuple or list of tensors or with one of these in it.
     """
     every = list(_fields_of(batch))
     for look in (_by_mask, _by_lengths, _by_numbers, _by_constant):

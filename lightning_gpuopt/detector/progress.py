@@ -18,14 +18,7 @@ from lightning_gpuopt.utils.replacement import Replacement
 
 
 class ProgressWatch:
-    """Passes on what begins and what is finished.
-
-    Args:
-        trainer: the Trainer.
-        hang: writes the state of a hang; None: nobody asked for that. It is shown progress after the recorder:
-            what is a hang to it is then one in the recorder's ring, too.
-        recorder: the flight recorder; None: there is none.
-    """
+    """Passes on what begins and is finished, to ``hang`` last: what it calls a hang is then one in the ring, too."""
 
     def __init__(self, trainer: Trainer, hang: HangWatch | None, recorder: FlightRecorder | None) -> None:
         self._hang = hang
@@ -49,21 +42,13 @@ class ProgressWatch:
         self._show_progress()
 
     def done(self, then: Doing) -> None:
-        """Something else was finished.
-
-        Args:
-            then: what is done now.
-        """
+        """Something else was finished; ``then`` is done now."""
         if self._recorder is not None:
             self._recorder.progress(then)
         self._show_progress()
 
     def begins(self, doing: Doing) -> None:
-        """Something begins that is timed from its own beginning.
-
-        Args:
-            doing: what.
-        """
+        """Something begins that is timed from its own beginning."""
         if self._recorder is not None:
             self._recorder.begins(doing)
         self._show_progress()
@@ -101,17 +86,10 @@ class _Save(Replacement):
 def write_hang(
     folder: Path, rank: int, quiet_s: float, workers: list[tuple[int, str]], recorder: FlightRecorder | None
 ) -> Path:
-    """Write the state of this process and its workers.
+    """Write the state of this process and its workers, and return the file.
 
-    Args:
-        folder: where.
-        rank: global rank of this process.
-        quiet_s: seconds since the last progress.
-        workers: process id and, in words, what it is doing, for each worker of the loader.
-        recorder: has workers write their own stacks, and its file say so; None: there is none.
-
-    Returns:
-        The file.
+    ``quiet_s`` are seconds since the last progress; ``workers`` are a process id and, in words, what it does. The
+    recorder has workers write their own stacks, and its file say so.
     """
     if recorder is not None:
         recorder.hang_begins()

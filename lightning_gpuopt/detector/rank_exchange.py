@@ -9,12 +9,7 @@ from lightning_gpuopt.utils.rank_channel import RankGather
 
 
 class RankExchange:
-    """Sends this rank's work to rank 0, which collects that of all ranks; without a collective.
-
-    Args:
-        rank: global rank.
-        world_size: number of ranks.
-    """
+    """Sends this rank's work to rank 0, which collects that of all ranks; without a collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._gather = RankGather("stall-detector", rank, world_size)
@@ -31,12 +26,7 @@ class RankExchange:
         return tuple(self._works[rank] for rank in sorted(self._works))
 
     def post(self, step: int, work: RankWork | None) -> None:
-        """Send this rank's work since warm-up on its way, and take in what has come.
-
-        Args:
-            step: steps done so far.
-            work: None while there is none; for each window of the other ranks one of this.
-        """
+        """Once a window on each rank: send this rank's work since warm-up (None: none yet), and take in what came."""
         self._gather.post(step, asdict(work) if work is not None else None)
         self._take_in()
 

@@ -20,17 +20,9 @@ SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")
 
 
 class RankWatch:
-    """Watches the collectives of one rank of several.
+    """Watches the collectives of one rank; made in ``on_train_start``, when the strategy has wrapped the model.
 
-    Args:
-        trainer: the Trainer, in ``on_train_start``: its strategy has wrapped the model.
-        pl_module: its module.
-        timeline: counts the steps: torch is asked once after each.
-        reduce: times metrics that are reduced in steps.
-        link: what links this machine's GPUs; empty where that is not known.
-
-    Attributes:
-        notes: what could not be measured.
+    Torch is asked once after each step. ``link`` links this machine's GPUs; empty where that is not known.
     """
 
     def __init__(

@@ -59,18 +59,9 @@ def report_of(
     padded: Sequence[PaddedBatch] = (),
     **known: Any,
 ) -> StallReport:
-    """Put a report together.
+    """Put a report together: ``times`` are of the whole run, ``measured`` since the last change (None: no step yet).
 
-    Args:
-        times: the phases of the whole run.
-        measured: its part since the last change; None before its first step.
-        findings: of the run since the last change.
-        threshold: share of wall time from which on a cause is reported, 0-1.
-        stretches: the run in stretches.
-        own_callbacks: names of the callbacks that are Lightning's own.
-        run_settings: what was looked at of the script's settings; None on other devices than CUDA.
-        padded: batches whose sequences were looked at.
-        **known: fields of the report that are known already.
+    ``known`` are fields of the report that are known already; ``run_settings`` are None on other devices than CUDA.
     """
     steady = measured is not None and measured.waterfall.steps > 0
     if measured is not None and steady:
@@ -133,16 +124,8 @@ def notes_of(
 ) -> list[str]:
     """Notes on what could not be measured, and on what is no cause but worth knowing.
 
-    Args:
-        times: the phases of the whole run.
-        measured: its part since the last change; None before its first step.
-        threshold: share of wall time from which on something is worth a word, 0-1.
-        known: notes so far.
-        changed_after: steps after which the loader was changed; None where it was not.
-        least_steps: those that a verdict needs, since then, warm-up included.
-
-    Returns:
-        The notes; where nothing was measured, the first says why.
+    Where nothing was measured, the first says why. The loader was changed after ``changed_after`` steps (None: it was
+    not); a verdict needs ``least_steps`` since then, warm-up included.
     """
     if measured is None or not measured.times.steps:
         steps = times.steps - (changed_after or 0)
@@ -156,12 +139,7 @@ def notes_of(
 
 
 def lightning_work(times: PhaseTimes, own_callbacks: frozenset[str]) -> dict[str, float]:
-    """Lightning's own work in a mean step, in seconds by part, the largest first.
-
-    Args:
-        times: the phases of the run since the last change.
-        own_callbacks: names of the callbacks that are Lightning's own.
-    """
+    """Lightning's own work in a mean step since the last change, in seconds by part, the largest first."""
     parts = {name: seconds for name, seconds in times.loops.items() if seconds > 0}
     if times.signal_broadcast_s:
         parts["signal broadcast"] = times.signal_broadcast_s
@@ -174,11 +152,7 @@ def lightning_work(times: PhaseTimes, own_callbacks: frozenset[str]) -> dict[str
 
 
 def data_in_hyperparameters(*owners: object) -> tuple[str, ...]:
-    """Datasets, loaders and large arrays that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``.
-
-    Args:
-        owners: the module and the data module.
-    """
+    """Datasets, loaders and large arrays that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``."""
     found = {}
     for owner in owners:
         kept = getattr(owner, "hparams", None)

@@ -22,17 +22,7 @@ def is_remote(folder: str) -> bool:
 
 
 def write_report(folder: str, report: StallReport, sampled: Sequence[Sampled], *, page: bool) -> None:
-    """Write ``report.json``, ``report.html`` and the sampled stacks.
-
-    Args:
-        folder: where; made if it is not there.
-        report: the report.
-        sampled: the stacks; where there are none, those of an earlier report are removed.
-        page: write ``report.html``.
-
-    Raises:
-        Exception: whatever the file system raises, such as an OSError.
-    """
+    """Write the report, its page and the stacks, or remove earlier stacks; raises what the file system raises."""
     if not is_remote(folder):
         _write_into(folder, report, sampled, page)
         return

@@ -26,13 +26,9 @@ _FIRST_COMPARED_S: float = 2.0
 
 
 class RiskWatch:
-    """Keeps the risks of a fit, each as it was seen last. Its methods may be called on any thread.
+    """Keeps the risks of a fit, each as it was seen last; methods may be called on any thread.
 
-    Args:
-        datasets: gives the datasets of the training loaders.
-        rank: global rank.
-        world_size: number of ranks.
-        found: called once for each kind of risk, on the thread that has found it.
+    ``found`` is called once for each kind of risk, on the thread that has found it.
     """
 
     def __init__(
@@ -58,13 +54,10 @@ class RiskWatch:
             return list(self._risks.values())
 
     def look(self, observed: RiskInputs) -> list[Risk]:
-        """Look for risks; takes some 50 ms once, when the workers' memory has grown, else a few.
+        """Look for risks; returns those of new kinds.
 
-        Args:
-            observed: what is known of the run now. ``copied`` is filled in here.
-
-        Returns:
-            Those of a kind that there was not before.
+        Takes a few ms, but once some 50 ms, when the workers' memory has grown. ``copied`` of ``observed`` is filled in
+        here.
         """
         if observed.copied is None and observed.forked and _have_grown(observed):
             observed = replace(observed, copied=self._object())
@@ -75,9 +68,6 @@ class RiskWatch:
 
         Before the first batch of a fit rank 0 waits for it, for two seconds at most, so that it warns before the ranks
         meet in a collective; else nobody waits.
-
-        Args:
-            trainer: its training loader is ready.
         """
         if self._gather is None:
             return
@@ -93,11 +83,7 @@ class RiskWatch:
             self._gather.post(-1, [asdict(each) for each in self.risks])
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Compare what has come, and no more; may be called more than once.
-
-        Args:
-            timeout_s: the longest that rank 0 waits for the others' last numbers, in seconds.
-        """
+        """Compare what has come, after at most ``timeout_s`` for the others' last numbers, and no more; idempotent."""
         if self._gather is not None:
             self._gather.close(timeout_s)
 
@@ -141,11 +127,7 @@ def _have_grown(observed: RiskInputs) -> bool:
 
 
 def _with_ranks(sent: Mapping[int, list[dict[str, Any]]]) -> list[Risk]:
-    """Of each kind of risk the one of the first rank that has it, with the numbers of all that have.
-
-    Args:
-        sent: risks as plain data, by rank.
-    """
+    """Of each kind of risk the one of the first rank that has it, with the numbers of all that have."""
     ranks: dict[RiskName, list[int]] = {}
     first: dict[RiskName, Risk] = {}
     for rank in sorted(sent):

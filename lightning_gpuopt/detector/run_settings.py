@@ -31,12 +31,7 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 
 
 class RunSettingsWatch:
-    """Inspects a run on a CUDA device: batches 1, 2, 4, 8 ... and the first four losses.
-
-    Args:
-        trainer: the Trainer, when training starts.
-        pl_module: its module.
-    """
+    """Inspects a run on a CUDA device: batches 1, 2, 4, 8 ... and the first four losses."""
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._trainer = trainer
@@ -51,11 +46,7 @@ class RunSettingsWatch:
         self._resting_bytes: int | None = None
 
     def see_batch(self, batch: Any) -> None:
-        """A step has ended; costs about 0.1 µs but where the batch is looked at.
-
-        Args:
-            batch: the batch of the step.
-        """
+        """A step has ended; costs about 0.1 µs but where the batch is looked at."""
         self._batches += 1
         if self._batches < self._next_look:
             return
@@ -65,11 +56,7 @@ class RunSettingsWatch:
         self._resting_bytes = _known(lambda: int(torch.cuda.memory_allocated(self._trainer.strategy.root_device)))
 
     def see_loss(self, loss: Any) -> None:
-        """A backward pass is about to begin.
-
-        Args:
-            loss: what it begins with.
-        """
+        """A backward pass is about to begin, with this loss."""
         if not self._losses_left:
             return
         self._losses_left -= 1
@@ -79,12 +66,7 @@ class RunSettingsWatch:
             log.debug("a loss could not be looked at", exc_info=True)
 
     def hints(self, measured: Measurement, findings: list[Finding]) -> list[Hint]:
-        """What this run could gain from.
-
-        Args:
-            measured: the run since the last change.
-            findings: of it.
-        """
+        """What this run could gain from; ``measured`` is since the last change."""
         waterfall = measured.waterfall
         if not waterfall.on_gpu or not waterfall.steps:
             return []

@@ -57,22 +57,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DetectorOptions:
-    """What the user asked of the detector that concerns the measuring.
+    """What the user asked of the detector that concerns the measuring."""
 
-    Attributes:
-        threshold: share of wall time from which on a cause is reported, 0-1.
-        window_size: training batches in a window.
-        warmup_steps: training batches that are left out of findings.
-        hang_timeout: seconds without progress that count as a hang; None: no watch.
-        nvtx: phases as NVTX ranges.
-        profile: whether torch.profiler may look at a few steps.
-    """
-
-    threshold: float
-    window_size: int
-    warmup_steps: int
-    hang_timeout: float | None
-    nvtx: bool
+    threshold: float  # share of wall time, 0-1
+    window_size: int  # training batches
+    warmup_steps: int  # training batches that are left out of findings
+    hang_timeout: float | None  # seconds without progress; None: no watch
+    nvtx: bool  # phases as NVTX ranges
     profile: Profile = "auto"
 
 
@@ -83,12 +74,7 @@ _MAX_WAIT_S: Final = 1.0
 
 
 class WindowListener(Protocol):
-    """Acts on findings while training runs; the report lists its changes.
-
-    Attributes:
-        changes: what it has tried so far.
-        notes: what else the report is to say.
-    """
+    """Acts on findings while training runs; the report lists its changes and notes."""
 
     changes: list[Change]
     notes: list[str]
@@ -96,16 +82,9 @@ class WindowListener(Protocol):
     def window_closed(
         self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
     ) -> bool:
-        """Called at a window's end, on every rank at the same step.
+        """A window ends, on every rank at the same step; returns whether measurements have to start anew.
 
-        Args:
-            window: what the window measured.
-            findings: the causes above the threshold since warm-up.
-            loader: the training loader's settings now.
-            set_ups: seconds of the set-ups of epochs until now, and how many there were.
-
-        Returns:
-            Whether measurements have to start anew.
+        ``findings`` are since warm-up; ``set_ups`` are seconds of the set-ups of epochs until now, and their number.
         """
 
     def training_ended(self) -> None:
@@ -115,20 +94,8 @@ class WindowListener(Protocol):
 class DetectorSession:
     """Measures one ``fit``, from ``setup`` to its end.
 
-    Args:
-        trainer: the Trainer, in ``setup``.
-        pl_module: its module.
-        options: what the user asked for.
-        listeners: act on what is found; the list is the detector's, and may change meanwhile.
-        recorder: the flight recorder; None: there is none.
-
-    Attributes:
-        started: whether it measures.
-        measures_windows: whether somebody wants to know what each window measured, which takes half of its end.
-        sees_batches: whether batches are to be looked at still.
-        loader: the watch over the training loaders.
-        progress: is told what begins and what is finished.
-        risks: what may end or block the run later on; from :meth:`start` on.
+    ``listeners`` is the detector's own list, and may change meanwhile. To know what each window measured
+    (``measures_windows``) takes half of a window's end. ``risks`` is there from :meth:`start` on.
     """
 
     def __init__(
@@ -171,11 +138,7 @@ class DetectorSession:
         self._images = ImageLook(lambda: lightning.train_loaders(trainer))
 
     def start(self, risk_found: Callable[[Risk], None] = lambda risk: None) -> None:
-        """Install the profiler and the replaced methods, and begin to measure; called in ``on_train_start``.
-
-        Args:
-            risk_found: called once for each kind of risk, on any thread.
-        """
+        """Begin to measure, in ``on_train_start``; ``risk_found`` is called once for each kind, on any thread."""
         trainer, placed = self._trainer, self._instruments
         self.risks = RiskWatch(
             lambda: lightning.train_datasets(trainer), trainer.global_rank, trainer.world_size, risk_found
@@ -379,12 +342,7 @@ class DetectorSession:
         return times.phases["epoch_setup"], times.epochs
 
     def notify(self, window: Measurement, findings: list[Finding]) -> None:
-        """Call the listeners with what was found.
-
-        Args:
-            window: what the window measured.
-            findings: the causes above the threshold since warm-up.
-        """
+        """Call the listeners with what was found since warm-up."""
         of_training = [each for each in findings if each.evidence.get("loader") != "validation"]
         for each in self._hear():
             if each.window_closed(window, of_training, self.loader.facts, self.set_ups):
@@ -417,11 +375,9 @@ class DetectorSession:
             self._pending = None
 
     def close_window(self) -> tuple[Measurement | None, list[Finding]] | None:
-        """End a window.
+        """End a window: what it measured, and the causes since warm-up; None when warm-up ended instead.
 
-        Returns:
-            What the window measured (None where ``measures_windows`` is False, and nothing here needs it), and the
-            causes above the threshold since warm-up; None when warm-up ended instead.
+        The measurement is None where ``measures_windows`` is False, and nothing here needs it.
         """
         self._pauses.look_for_compiler()
         times = self.timeline.times()
@@ -489,12 +445,7 @@ class DetectorSession:
         return diagnose(replace(measured, source=source), self._options.threshold)
 
     def report(self, *, measure_images: bool = False) -> StallReport:
-        """The report of the run until now.
-
-        Args:
-            measure_images: measure what the training loader's images cost, where that decides the advice; at most
-                about half a second, once training has ended.
-        """
+        """The report of the run until now; ``measure_images`` takes half a second at most, once training has ended."""
         times = self.timeline.times()
         measured = self._measured(times)
         findings = self._diagnose(measured) if measured is not None else []

@@ -34,12 +34,7 @@ _MAX_LOOKS: Final = 3
 
 
 class StackSampling:
-    """Samples the training thread, or a worker, once a finding lies in the user's code, and for a few seconds only.
-
-    Args:
-        timeline: tells what the training thread does.
-        loader: the watch over the training loaders.
-    """
+    """Samples the training thread, or a worker, once a finding lies in the user's code, and for a few seconds only."""
 
     def __init__(self, timeline: Timeline, loader: LoaderWatch) -> None:
         self._timeline = timeline
@@ -64,11 +59,7 @@ class StackSampling:
         return min(early, steps + _WHILE_SAMPLING) if samples else early
 
     def due(self, steps: int) -> bool:
-        """Whether to look for findings before the window ends.
-
-        Args:
-            steps: since the end of the warm-up.
-        """
+        """Whether to look for findings before the window ends; ``steps`` are since the end of the warm-up."""
         return steps in _EARLY and not self._over
 
     def found(self, findings: Sequence[Finding]) -> None:
@@ -90,7 +81,7 @@ class StackSampling:
             self._look_there(there[0])
 
     def _waits_for_answer(self, there: Sequence[Finding]) -> bool:
-        """Whether an answer is worth waiting for: its finding still stands, and the worker may make batches.
+        """Whether an answer is worth waiting for: the finding still stands, and the worker may make batches.
 
         Epochs may be long: a question about them waits until there is another one.
         """

@@ -18,14 +18,7 @@ _STEPS: Final = 5
 
 
 class TraceRecording:
-    """Records the next steps once it is asked to, as soon as no look inside the step is under way.
-
-    Args:
-        is_free: whether torch.profiler is free for so many steps.
-
-    Attributes:
-        notes: why there is no trace.
-    """
+    """Records the next steps once it is asked to, as soon as no look inside the step is under way."""
 
     def __init__(self, is_free: Callable[[int], bool]) -> None:
         self._is_free = is_free
@@ -45,11 +38,7 @@ class TraceRecording:
         return self._path is not None and bool(self._left)
 
     def ask(self, path: Path) -> None:
-        """Record the next steps; once.
-
-        Args:
-            path: the file, ``.json`` or ``.json.gz``.
-        """
+        """Record the next steps, once; the file is ``.json`` or ``.json.gz``."""
         if self._path is None:
             self._path = path
             self.step_done()

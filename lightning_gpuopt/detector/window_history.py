@@ -26,11 +26,7 @@ _GPU_MEMORY: Final = (
 
 
 class WindowHistory:
-    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs.
-
-    Args:
-        device: the CUDA device whose memory is read; None on other devices.
-    """
+    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device = device
@@ -45,13 +41,7 @@ class WindowHistory:
         return tuple(self._records)
 
     def add(self, window: Measurement, end_step: int, process: ProcessReading) -> None:
-        """Add a window.
-
-        Args:
-            window: what was measured in it.
-            end_step: steps of the run until its end.
-            process: what the process holds.
-        """
+        """Add a window that ends after ``end_step`` steps of the run."""
         waterfall = window.waterfall
         if waterfall.step_s is None or not waterfall.steps:
             return

@@ -14,32 +14,18 @@ _SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a run.
-
-    Attributes:
-        before: the earlier report.
-        after: the later one.
-        speedup: steady steps per second, after over before; None where one of them has too few steady steps.
-        proofs: advice of the earlier run that the later one follows.
-        differences: in what their steps are of two kinds, for example ``"model"``; then there are no proofs.
-        steps: steady steps that were measured, before and after; None where that is not known.
-    """
+    """What became of a run."""
 
     before: RunRecord
     after: RunRecord
-    speedup: float | None
-    proofs: list[Proof]
-    differences: list[str] = field(default_factory=list)
-    steps: tuple[int, int] | None = None
+    speedup: float | None  # steady steps per second, after over before; None: too few steady steps
+    proofs: list[Proof]  # advice of the earlier run that the later one follows
+    differences: list[str] = field(default_factory=list)  # kinds of other steps, such as "model": then no proofs
+    steps: tuple[int, int] | None = None  # steady steps measured, before and after; None: not known
 
 
 def compare(before: RunRecord, after: RunRecord) -> Comparison:
-    """Hold a run against an earlier one.
-
-    Args:
-        before: the earlier report.
-        after: the later one.
-    """
+    """Hold a run against an earlier one."""
     counts = [each.steps if each.measured_steps is None else each.measured_steps for each in (before, after)]
     steps = (counts[0], counts[1]) if all(counts) else None
     enough = steps is None or min(steps) >= ENOUGH_STEPS
@@ -61,19 +47,10 @@ def proofs_of(
     step_s_after: float | None,
     steps: tuple[int, int] | None = None,
 ) -> list[Proof]:
-    """Which advice was followed, and what it brought.
+    """Which advice is now in force, and what it alone brought; mean steady steps in seconds.
 
-    Args:
-        findings: of the time before.
-        step_s_before: mean steady step before, in seconds.
-        loader_after: ``DataLoader`` settings afterwards, by name.
-        step_s_after: mean steady step afterwards, in seconds.
-        steps: how many steps were measured before and afterwards; None where that is not known.
-
-    Returns:
-        One proof for each finding whose settings are now in force, with these alone; a number of workers counts as
-        followed when it was changed at least that far. Without ``persistent_workers`` the others are still proved: it
-        does not change the steps.
+    A number of workers counts as followed when it was changed at least that far. Without ``persistent_workers`` the
+    others are still proved: it does not change the steps.
     """
     if not step_s_before or not step_s_after:
         return []

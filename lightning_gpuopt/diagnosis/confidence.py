@@ -21,17 +21,11 @@ _NOISY: Final = 0.15
 
 
 def confidence_of(cause: str, share: float, measurement: Measurement, threshold: float) -> Confidence:
-    """``"high"``, ``"medium"`` or ``"low"``.
+    """``"high"``, less one level for each doubt.
 
-    Each of these takes one level: a run after warm-up of less than 5 s or 30 steps (of less than 10 steps two); windows
-    whose steps differ by more than 15 % of their mean time; a share within a tenth of the threshold; NVML against CUDA
+    Doubts are: a run after warm-up of less than 5 s or 30 steps (of less than 10 steps: two levels); windows whose
+    steps differ by more than 15 % of their mean time; a share within a tenth of the threshold; NVML against CUDA
     events; a cause inside the step that nobody has looked at.
-
-    Args:
-        cause: its name.
-        share: of wall time, 0-1.
-        measurement: that it was found in.
-        threshold: share of wall time from which on a cause is reported, 0-1.
     """
     steps, wall_s = measurement.times.steps, measurement.times.wall_s
     lost = (steps < _FEW_STEPS or wall_s < _SHORT_S) + (steps < _VERY_FEW_STEPS)

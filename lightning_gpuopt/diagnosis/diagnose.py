@@ -34,15 +34,7 @@ class StallError(RuntimeError):
 
 
 def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
-    """Find every cause that takes at least ``threshold`` of the wall time.
-
-    Args:
-        measurement: what was measured, without warm-up.
-        threshold: share of wall time, 0-1.
-
-    Returns:
-        The findings, largest share first.
-    """
+    """Every cause that takes at least ``threshold`` (0-1) of the wall time without warm-up, largest share first."""
     findings = [build() for share, build in _causes(measurement, threshold) if share >= threshold]
     findings = [
         replace(each, confidence=confidence_of(each.cause, each.share, measurement, threshold)) for each in findings
@@ -69,13 +61,7 @@ def count_stalls(measurement: Measurement, threshold: float) -> int:
 
 
 def verdict_of(findings: list[Finding], *, measured: bool = True, look_missed: bool = False) -> str:
-    """The cause of the largest finding; without one ``"compute_bound"``, ``"unknown"`` or ``"not_measured"``.
-
-    Args:
-        findings: the largest first.
-        measured: whether there is a steady step.
-        look_missed: whether a look inside the step was needed, and not allowed.
-    """
+    """The cause of the largest finding; without one ``"compute_bound"``, ``"unknown"`` or ``"not_measured"``."""
     if not measured:
         return NOT_MEASURED.name
     if findings:
@@ -84,12 +70,7 @@ def verdict_of(findings: list[Finding], *, measured: bool = True, look_missed: b
 
 
 def remarks(measurement: Measurement, threshold: float) -> list[str]:
-    """What takes at least ``threshold`` of the time and is none of the causes.
-
-    Args:
-        measurement: what was measured, without warm-up.
-        threshold: share of wall time, 0-1.
-    """
+    """What takes at least ``threshold`` (0-1) of the time and is none of the causes."""
     waterfall = measurement.waterfall
     notes = []
     others = waterfall.share(waterfall.wait("other"))

@@ -12,47 +12,25 @@ from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
 Outcome = Literal["passed", "slower", "not_judged"]
 
 _OTHER_WORK: Final = ("device", "ranks", "batch_size")
-"""With another of these a step is other work, and its time says nothing of the code. A changed model, precision or
-strategy is what a gate is there to judge."""
+"""With another of these a step is other work. A changed model, precision or strategy is what a gate has to judge."""
 
 
 @dataclass(frozen=True)
 class Gate:
-    """What the gate found.
-
-    Attributes:
-        outcome: ``"passed"``, ``"slower"``, or ``"not_judged"``.
-        allowed_percent: by how much the step may be slower.
-        slower_percent: by how much the mean steady step is slower, negative where it is faster; None where a run has
-            no steady step.
-        median_slower_percent: the same of the median steady step: where only the mean is slower, a few long steps are
-            the reason.
-        phase: the phase that grew most, host time per step; None where none did.
-        phase_before_s: seconds of it per step in the earlier run.
-        phase_after_s: seconds of it per step in the later run.
-        reason: why it was not judged; empty where it was.
-    """
+    """What the gate found."""
 
     outcome: Outcome
     allowed_percent: float
-    slower_percent: float | None = None
-    median_slower_percent: float | None = None
-    phase: str | None = None
-    phase_before_s: float | None = None
-    phase_after_s: float | None = None
-    reason: str = ""
+    slower_percent: float | None = None  # of the mean steady step, negative: faster; None: a run has none
+    median_slower_percent: float | None = None  # where only the mean is slower, a few long steps are the reason
+    phase: str | None = None  # the phase whose host time per step grew most
+    phase_before_s: float | None = None  # per step
+    phase_after_s: float | None = None  # per step
+    reason: str = ""  # why it was not judged; empty where it was
 
 
 def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
-    """Whether the later run is slower by more than is allowed.
-
-    What is compared is ``step_s``, the mean steady step: after warm-up, without validation, checkpoints and the set-up
-    of epochs. No noise is taken off: what the same code varies by from run to run has to be within what is allowed.
-
-    Args:
-        comparison: the two runs.
-        allowed_percent: by how much the step may be slower, 0 or more.
-    """
+    """Whether the later run's mean steady step (``step_s``) is slower than allowed; no noise is taken off."""
     before, after = comparison.before, comparison.after
     other = [name for name in comparison.differences if name in _OTHER_WORK]
     if other:

@@ -43,36 +43,22 @@ _MOSTLY: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Steps that take longer and longer.
+    """Steps that take longer and longer; first and last thirds of the records are compared."""
 
-    Attributes:
-        from_s: seconds of a step in the first third of the records, the median.
-        to_s: the same of the last third.
-        since_step: step at which the growth began.
-        lost_s: seconds that all steps since then took more than ``from_s``.
-        parts: seconds of those by part of the step, of parts that grew.
-        part: the part that grew most; where that is the GPU's work, and the host's time for a phase of the step grew as
-            well, that phase.
-        part_from_s: its seconds of a step in the first third.
-        part_to_s: the same of the last third.
-        first: the first record.
-        last: the last record.
-    """
-
-    from_s: float
-    to_s: float
+    from_s: float  # seconds of a step in the first third, the median
+    to_s: float  # the same of the last third
     since_step: int
-    lost_s: float
-    part: str
-    part_from_s: float
-    part_to_s: float
+    lost_s: float  # what all steps since then took more than ``from_s``
+    part: str  # the one that grew most; for GPU work, a phase of host time that grew as well
+    part_from_s: float  # per step
+    part_to_s: float  # per step
     first: WindowRecord
     last: WindowRecord
-    parts: Mapping[str, float] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)  # lost seconds by part of the step that grew
 
     @property
     def waits_s(self) -> dict[str, float]:
-        """Seconds of the device's waits that are due to the growth, by name; no other cause counts them.
+        """Seconds of the device's waits due to the growth, by name; no other cause counts them.
 
         A part that has at least doubled counts with all of its time (infinity), also that of the beginning. Where the
         host became slower inside the step, ``"gpu_work"`` is the GPU's idle time there.
@@ -87,13 +73,10 @@ class Growth:
 
 
 def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
-    """What grows over these records; None where the steps do not get slower, or not for good.
+    """What grows over these records (oldest first); None where steps do not get slower, or not for good.
 
-    A single slow record is smoothed away. Many slow records before the growth began are a repeating pattern, and no
-    growth. The growth has to exceed the usual difference between neighbouring records.
-
-    Args:
-        records: of a run since a change, oldest first.
+    A single slow record is smoothed away. Many slow records before the growth are a repeating pattern, and no growth.
+    The growth has to exceed the usual difference between neighbouring records.
     """
     records = [record for record in records if record.steps]
     is_long = sum(record.seconds for record in records) >= _LONG_S

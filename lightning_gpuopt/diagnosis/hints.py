@@ -37,87 +37,48 @@ _PADDED: Final = 0.1
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The sequences of one batch.
+    """The sequences of one batch."""
 
-    Attributes:
-        lengths: tokens of each sample, without padding.
-        width: tokens to which each is padded.
-    """
-
-    lengths: tuple[int, ...]
-    width: int
+    lengths: tuple[int, ...]  # tokens of each sample, without padding
+    width: int  # tokens to which each is padded
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """What was seen of a run and its settings. What is not known is None.
+    """What was seen of a run and its settings; None is not known."""
 
-    Attributes:
-        work_share: share of the time, 0-1, in which the GPU worked.
-        causes: the findings' causes.
-        capability: compute capability of the GPU.
-        precision: the Trainer's: ``"32-true"``.
-        float32_weights: whether the model's weights are float32.
-        reduced: whether products of matrices or convolutions were computed in 16 bits; None where none were seen.
-        products: products of matrices in a step's graph.
-        convolutions: convolutions in it.
-        matmul_precision: ``torch.get_float32_matmul_precision()``.
-        cudnn_benchmark: ``torch.backends.cudnn.benchmark``.
-        deterministic: whether deterministic algorithms are asked for, so that there is no choice.
-        batches_seen: batches whose shapes were looked at.
-        shapes: different sets of shapes among them.
-        data_parallel: name of a module within ``nn.DataParallel``, and on how many GPUs it is; None without.
-        memory_fraction: ``set_per_process_memory_fraction``, 0-1, of the GPU's whole memory.
-        alloc_retries: how often the allocator had to free its cache and try again.
-        device_mib: the GPU's whole memory, in MiB.
-        total_mib: memory that this process may use on the GPU, in MiB: all of it, less what others hold.
-        peak_mib: most that tensors of this process took.
-        reserved_peak_mib: most that its allocator held.
-        resting_mib: what tensors take after a step: weights, gradients, states of the optimizer.
-        batch_size: samples of a batch.
-        sm_activity: mean share of the multiprocessors at work, 0-100 %.
-    """
-
-    work_share: float
+    work_share: float  # share of the time, 0-1, in which the GPU worked
     causes: Collection[str] = ()
-    capability: tuple[int, int] | None = None
-    precision: str = ""
+    capability: tuple[int, int] | None = None  # compute capability
+    precision: str = ""  # the Trainer's: "32-true"
     float32_weights: bool = True
-    reduced: bool | None = None
-    products: int = 0
-    convolutions: int = 0
+    reduced: bool | None = None  # whether products or convolutions were computed in 16 bits; None: none were seen
+    products: int = 0  # products of matrices in a step's graph
+    convolutions: int = 0  # in a step's graph
     matmul_precision: str | None = None
     cudnn_benchmark: bool | None = None
-    deterministic: bool = False
-    batches_seen: int = 0
-    shapes: int = 0
-    data_parallel: tuple[str, int] | None = None
-    memory_fraction: float | None = None
-    alloc_retries: int = 0
-    device_mib: float | None = None
-    total_mib: float | None = None
-    peak_mib: float | None = None
-    reserved_peak_mib: float | None = None
-    resting_mib: float | None = None
+    deterministic: bool = False  # deterministic algorithms are asked for: no choice
+    batches_seen: int = 0  # batches whose shapes were looked at
+    shapes: int = 0  # different sets of shapes among them
+    data_parallel: tuple[str, int] | None = None  # a module in ``nn.DataParallel``, and on how many GPUs
+    memory_fraction: float | None = None  # ``set_per_process_memory_fraction``, 0-1, of all memory
+    alloc_retries: int = 0  # times that the allocator freed its cache to try again
+    device_mib: float | None = None  # the GPU's whole memory
+    total_mib: float | None = None  # what this process may use: all of it, less what others hold
+    peak_mib: float | None = None  # most that tensors of this process took
+    reserved_peak_mib: float | None = None  # most that its allocator held
+    resting_mib: float | None = None  # after a step: weights, gradients, states of the optimizer
     batch_size: int | None = None
-    sm_activity: float | None = None
+    sm_activity: float | None = None  # mean share of the multiprocessors at work, 0-100 %
 
 
 def hints_of(run: RunSettings) -> list[Hint]:
-    """The settings that this run could gain from.
-
-    Args:
-        run: what was seen of it.
-    """
+    """The settings that this run could gain from."""
     return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
 
 
 def padding_hints(batches: Sequence[PaddedBatch]) -> list[Hint]:
-    """What grouping samples by length could bring; work that the device is spared, not a wait.
-
-    Args:
-        batches: those that were looked at.
-    """
+    """What grouping samples by length could bring; work that the device is spared, not a wait."""
     padded = sum(len(each.lengths) * each.width for each in batches)
     if len(batches) < _LOOKS or not padded:
         return []

@@ -12,20 +12,16 @@ _WORTH: Final = 0.1
 """Share of the GPU's work from which on a kind of kernel is worth a hint."""
 
 _TENSOR_CORES_FASTER: Final = 8.0
-"""Tensor cores multiply TF32 at most so many times as fast as other units multiply float32: 8x on an A100, 7x on an
-H100, 4x and less on others, by NVIDIA's data sheets; memory may be the limit before."""
+"""TF32 is at most 8x float32 on an A100, 7x on an H100, less on others (NVIDIA's data sheets); memory may limit it."""
 
 _CHAINS: Final = 0.3
 _MANY_LAUNCHES: Final = 20
 
 
 def kernel_hints(kernels: StepKernels | None, work_share: float, known: Sequence[Hint]) -> list[Hint]:
-    """Settings that a run could gain from, by what its GPU computes.
+    """Settings to gain from, by the kernels of a mean step.
 
-    Args:
-        kernels: of a mean step; None where nothing was looked at.
-        work_share: share of the time, 0-1, in which the GPU works.
-        known: the hints so far; those that concern the same setting are told with what the kernels add to them.
+    Hints in ``known`` that concern the same setting are told with what the kernels add to them.
     """
     if kernels is None or not kernels.on_gpu:
         return list(known)

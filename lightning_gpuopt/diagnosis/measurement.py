@@ -30,71 +30,39 @@ _MOSTLY: Final = 0.5
 
 @dataclass(frozen=True)
 class Measurement:
-    """One stretch of a run.
-
-    Attributes:
-        times: the phases.
-        loader: settings of the training loaders.
-        source: the training loader that the loop waits for; None where none is known.
-        validation: the loader of the validation, where its workers are started for each; else None.
-        host: what workers and CPUs did; None where not measured.
-        gpu: what the GPU's event clock saw; None without a GPU.
-        workers: what was timed inside the workers, or inside the training process where it loads by itself.
-        queues: what was seen of the loader's queues.
-        device: what NVML reported.
-        syncs: what a close look for synchronizing calls saw; None where there was no look.
-        look: what a close look at the step's kernels saw; None where there was no look.
-        operators: what a CPU's steps consist of; None where that was not recorded.
-        look_pending: whether such a look is still to come: until then nothing is said of the inside of the step.
-        look_missed: whether such a look was needed, and not allowed.
-        ranks: the work of all ranks; empty on one.
-        reducer: what DDP's reducer did on the CPU; None on other devices, and without DDP.
-        gradients: how gradients are reduced; None on one rank.
-        metrics: metrics that were reduced over the ranks in steps; None on one rank.
-        metric_names: their names.
-        ahead: the copies that CudaPrefetcher made ahead; None without it.
-        images: the image files behind the training loader; None where none are known.
-        pipelines: the loaders that decode in pipelines of their own; None where there are none.
-        async_saves_copy: whether checkpoints can be saved in the background as they are: Lightning 2.5.4 and later.
-        hyperparameters: data that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``.
-        sampled: what sampling threads have seen of the workers and of the training thread.
-        collections: what Python's garbage collector did; None where not watched.
-        compilations: what torch.compile did; None where not watched.
-        history: the stretch window by window, for what changes over the run.
-        grows: what was found to grow in the program, for people; empty where nothing was.
-        growth_s: seconds of the device's waits that are due to a slowdown, by name: they are no part of other causes.
-            ``"gpu_work"`` is idle time inside the steps.
-    """
+    """One stretch of a run; None where something was not measured or does not apply."""
 
     times: PhaseTimes
-    loader: LoaderFacts
-    source: LoaderDescription | None = None
-    validation: LoaderReading | None = None
+    loader: LoaderFacts  # settings of the training loaders
+    source: LoaderDescription | None = None  # the training loader that the loop waits for
+    validation: LoaderReading | None = None  # where its workers are started for each validation
     host: HostActivity | None = None
     gpu: GpuTimes | None = None
-    workers: WorkerTimes | None = None
+    workers: WorkerTimes | None = None  # timed inside the workers, or the training process where it loads
     queues: QueueTimes | None = None
-    device: DeviceState | None = None
+    device: DeviceState | None = None  # what NVML reported
     syncs: SyncSighting | None = None
-    look: StepLook | None = None
-    operators: StepKernels | None = None
-    look_pending: bool = False
-    look_missed: bool = False
-    ranks: tuple[RankWork, ...] = ()
-    reducer: ReducerTimes | None = None
+    look: StepLook | None = None  # a close look at the step's kernels
+    operators: StepKernels | None = None  # what a CPU's steps consist of
+    look_pending: bool = False  # until a look has come nothing is said of the inside of the step
+    look_missed: bool = False  # a look was needed, and not allowed
+    ranks: tuple[RankWork, ...] = ()  # the work of all ranks; empty on one
+    reducer: ReducerTimes | None = None  # what DDP's reducer did on the CPU
     gradients: GradientSync | None = None
-    metrics: MetricSync | None = None
+    metrics: MetricSync | None = None  # reduced over the ranks in steps
     metric_names: tuple[str, ...] = ()
-    ahead: AheadCopies | None = None
-    images: ImageSamples | None = None
-    pipelines: Pipelines | None = None
+    ahead: AheadCopies | None = None  # copies that CudaPrefetcher made ahead
+    images: ImageSamples | None = None  # the image files behind the training loader
+    pipelines: Pipelines | None = None  # the loaders that decode in pipelines of their own
+    # whether checkpoints can be saved in the background as they are: Lightning 2.5.4 and later
     async_saves_copy: bool = True
-    hyperparameters: tuple[str, ...] = ()
-    sampled: tuple[Sampled, ...] = ()
+    hyperparameters: tuple[str, ...] = ()  # data that ``save_hyperparameters`` took in: "dataset (Photos)"
+    sampled: tuple[Sampled, ...] = ()  # what sampling threads saw of the workers and the training thread
     collections: Collections | None = None
     compilations: Compilations | None = None
-    history: tuple[WindowRecord, ...] = ()
-    grows: str = ""
+    history: tuple[WindowRecord, ...] = ()  # window by window
+    grows: str = ""  # what was found to grow in the program, for people
+    # seconds of waits due to a slowdown, by name, and no part of other causes; "gpu_work": idle time inside the steps
     growth_s: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
@@ -123,8 +91,8 @@ class Measurement:
     def collectives_s(self) -> float | None:
         """Seconds of a mean step in which collectives ran exposed on this rank; None where that is not known.
 
-        On the GPU by the close look, and without one, as on the CPU, by what DDP's reducer has timed: there torch times
-        the first ten reductions, and then one in a hundred.
+        On the GPU by the close look; without one, as on the CPU, by DDP's reducer: torch times its first ten
+        reductions, then one in a hundred.
         """
         if self.waterfall.on_gpu and self.look is not None:
             return None if self.look_pending else self.look.communication_s
@@ -133,7 +101,7 @@ class Measurement:
 
     @property
     def communication_s(self) -> float | None:
-        """`collectives_s` of the rank that waits least: the others wait in them for a slower one. None if not known.
+        """`collectives_s` of the rank that waits least, since others wait for a slower one; None if not known.
 
         Without a look the other ranks' figures are needed: every wait for another rank looks like a collective.
         """
@@ -146,9 +114,9 @@ class Measurement:
 
     @property
     def metric_sync_s(self) -> float:
-        """Seconds in which the step waited for metrics to be reduced, on the CPU, by the rank that waits least.
+        """Seconds of waits for metric reductions on the CPU.
 
-        The others wait in it for a slower one. 0 until the other ranks' figures are there.
+        The rank that waits least counts, since the others wait for a slower one; 0 until their figures are there.
         """
         if self.metrics is None or self.waterfall.on_gpu:
             return 0.0

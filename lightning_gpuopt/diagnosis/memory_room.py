@@ -16,17 +16,11 @@ GIB: Final = 1024 * MIB
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """The tighter of what a memory cgroup and the machine leave.
-
-    Attributes:
-        kind: which of them it is.
-        free: bytes that are left.
-        limit: bytes in all; None where only what is left is known.
-    """
+    """The tighter of what a memory cgroup and the machine leave, in bytes."""
 
     kind: Literal["memory cgroup", "machine"]
     free: int
-    limit: int | None
+    limit: int | None  # None where only what is left is known
 
     @property
     def text(self) -> str:
@@ -44,12 +38,7 @@ class MemoryRoom:
 
 
 def room_of(readings: Iterable[MemoryReading], machine_bytes: int | None) -> MemoryRoom | None:
-    """What is left by the last of these readings that knows; None where none does.
-
-    Args:
-        readings: oldest first.
-        machine_bytes: memory of the machine, where that is known.
-    """
+    """What is left by the last of these readings (oldest first) that knows; None where none does."""
     found: dict[str, MemoryRoom] = {}
     for each in readings:
         if each.limit is not None and each.current is not None:

@@ -72,15 +72,10 @@ def pipeline_model(measurement: Measurement) -> LoaderModel | None:
 
 
 def step_without_s(measurement: Measurement, idle_s: float, host_s: float) -> float:
-    """Seconds of a mean step without something that the host does in every step.
+    """Seconds of a mean step without something that takes the host ``host_s`` and that the device waits ``idle_s`` for.
 
-    The device's wait for it goes away. Where the host never waits for the GPU, more may: a host whose remaining step is
-    shorter than the GPU's runs ahead, and hides its other work as well.
-
-    Args:
-        measurement: of the run as it is.
-        idle_s: seconds of the stretch for which the device waited for it.
-        host_s: seconds of the stretch that it takes the training process.
+    Both are seconds of the stretch. The device's wait goes away. Where the host never waits for the GPU, more may: a
+    host whose remaining step is shorter than the GPU's runs ahead, and hides its other work as well.
     """
     times, waterfall = measurement.times, measurement.waterfall
     steps = max(waterfall.steps, 1)
@@ -120,22 +115,12 @@ def _spread(measurement: Measurement) -> float:
 
 
 def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | None:
-    """Steady steps per second with so many workers, over now: (low, mid, high).
-
-    Args:
-        measurement: of the run as it is.
-        workers: worker processes, at least 1.
-    """
+    """Steady steps per second with so many workers (at least 1), over now: (low, mid, high)."""
     return _speedup(loader_model(measurement), workers, measurement)
 
 
 def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | None:
-    """Steady steps per second with so many CPU threads of a pipeline, over now: (low, mid, high).
-
-    Args:
-        measurement: of the run as it is; the threads, and nothing else, are what the pipeline waits for.
-        threads: at least 1.
-    """
+    """Steps per second with so many pipeline threads, over now: (low, mid, high); nothing else may be the limit."""
     return _speedup(pipeline_model(measurement), threads, measurement)
 
 
@@ -150,13 +135,7 @@ def _speedup(
 
 
 def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_cpu_s: float) -> Interval | None:
-    """Steady steps per second with batches that cost less to make, over now: (low, mid, high).
-
-    Args:
-        measurement: of the run as it is.
-        saved_s: seconds less for a batch, in the worker or in the training process that makes it.
-        saved_cpu_s: CPU seconds in them.
-    """
+    """Steady steps per second with batches that cost so much less each, over now: (low, mid, high)."""
     model, waterfall = loader_model(measurement), measurement.waterfall
     if model is None or waterfall.step_s is None:
         return None
@@ -174,13 +153,9 @@ def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_c
 def speedup_without(
     measurement: Measurement, seconds: float, host_s: float = 0.0, spread: float = SPREADS["without"]
 ) -> Interval | None:
-    """Steady steps per second without these seconds, over now: (low, mid, high).
+    """Steady steps per second without these seconds of the device's waits, over now: (low: half of it, mid, high).
 
-    Args:
-        measurement: of the run as it is.
-        seconds: of the device's waits in its steps, what the advice takes away. Half of it is the low end.
-        host_s: seconds of the training process that the advice takes away.
-        spread: see ``SPREADS``.
+    ``host_s`` are seconds of the training process that the advice takes away as well; ``spread``: see ``SPREADS``.
     """
     waterfall = measurement.waterfall
     if waterfall.step_s is None or not waterfall.steps:
@@ -190,12 +165,9 @@ def speedup_without(
 
 
 def speedup_of_persistent_workers(epoch_s: float, set_up_s: float, first_batch_s: float) -> Interval:
-    """Epochs per second with workers that persist, over now: (low, mid, high). Half of what they save is the low end.
+    """Epochs per second with workers that persist, over now: (low, mid, high).
 
-    Args:
-        epoch_s: seconds of an epoch's steps.
-        set_up_s: seconds of the set-up before them.
-        first_batch_s: seconds of it in which the first batch is made; they stay.
+    ``first_batch_s``, a part of ``set_up_s``, stays; half of what they save is the low end.
     """
     return _speedup_to(epoch_s + first_batch_s, epoch_s + set_up_s, SPREADS["without"])
 

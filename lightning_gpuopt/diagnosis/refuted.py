@@ -15,12 +15,7 @@ COSTS_MORE: Final = "starting the workers takes longer than they save"
 
 
 def without_refuted(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Finding]:
-    """The findings, without the advice that was tried in the same run and did not help.
-
-    Args:
-        findings: of the run.
-        changes: what was tried in it.
-    """
+    """The findings, without the advice that was tried in the same run and did not help."""
     in_vain = [each for each in changes if _is_refuted(each)]
     return [_without(finding, in_vain) for finding in findings]
 

@@ -33,11 +33,7 @@ _FAR_S: Final = 24 * 3600.0
 
 
 def risks_of(observed: RiskInputs) -> list[Risk]:
-    """The risks of a run, one of each kind at most.
-
-    Args:
-        observed: what is known of it now.
-    """
+    """The risks of a run, one of each kind at most."""
     rules = (worker_memory, _process_memory, _shared_memory, _open_files, lambda seen: uneven_ranks(seen.batches))
     return [risk for rule in rules for risk in rule(observed)]
 
@@ -167,11 +163,7 @@ def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> 
 
 
 def uneven_ranks(batches: Mapping[int, int]) -> Iterator[Risk]:
-    """Ranks of which some have fewer batches in an epoch.
-
-    Args:
-        batches: of an epoch, by rank; of all ranks.
-    """
+    """Ranks of which some have fewer batches in an epoch; ``batches`` are of all ranks."""
     if len(set(batches.values())) < 2:
         return
     fewest, most = min(batches.values()), max(batches.values())

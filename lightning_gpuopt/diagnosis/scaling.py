@@ -38,19 +38,12 @@ _COUNTS: Final = 0.05
 
 @dataclass(frozen=True)
 class Link:
-    """What links the GPUs.
+    """What links the GPUs; intervals are (low, mid, high)."""
 
-    Attributes:
-        name: for people.
-        gb_per_s: GB/s (1e9 bytes) of a ring over it, in each direction: (low, mid, high).
-        latency_s: what a collective takes beside its bytes: (low, mid, high).
-        own_cpus: whether each GPU is on a machine of its own, with its CPUs.
-    """
-
-    name: str
-    gb_per_s: Interval
-    latency_s: Interval
-    own_cpus: bool = False
+    name: str  # for people
+    gb_per_s: Interval  # of a ring, in each direction; 1e9 bytes
+    latency_s: Interval  # what a collective takes beside its bytes
+    own_cpus: bool = False  # whether each GPU is on a machine of its own
 
 
 ASSUMED: Final = (
@@ -58,8 +51,7 @@ ASSUMED: Final = (
     Link("PCIe", (6.0, 12.0, 24.0), (3e-5, 5e-5, 1e-4)),
     Link("network", (1.0, 2.5, 10.0), (5e-5, 1e-4, 3e-4), own_cpus=True),
 )
-"""Links, where none is given: NVLink 3 and 4 with messages of a bucket's size, PCIe 3 to 5 x16 with and without direct
-copies between GPUs, Ethernet of 10, 25 and 100 Gbit/s."""
+"""Links where none is given: NVLink 3-4, PCIe 3-5 x16 with and without peer copies, Ethernet of 10, 25, 100 Gbit/s."""
 
 
 def given_link(gb_per_s: float) -> Link:
@@ -69,69 +61,40 @@ def given_link(gb_per_s: float) -> Link:
 
 @dataclass(frozen=True)
 class LinkForecast:
-    """A run on several GPUs over one kind of link. Intervals are (low, mid, high).
-
-    Attributes:
-        link: what links them.
-        exposed_s: what a step takes longer for the other ranks: reduction that nothing hides, and overhead.
-        step_s: seconds of a step.
-        speedup: samples per second, on all GPUs over on one.
-        linear_percent: expected speed-up over the number of GPUs, in percent.
-        slower_below_s: with a step's own work below this all GPUs together are slower than one.
-        limit: what limits a step.
-    """
+    """A run on several GPUs over one kind of link; intervals are (low, mid, high)."""
 
     link: Link
-    exposed_s: Interval
+    exposed_s: Interval  # what a step takes longer: reduction that nothing hides, and overhead
     step_s: Interval
-    speedup: Interval
-    linear_percent: float
-    slower_below_s: Interval
+    speedup: Interval  # samples per second, on all GPUs over on one
+    linear_percent: float  # expected speed-up over the number of GPUs
+    slower_below_s: Interval  # own work of a step below which all GPUs are slower than one
     limit: Limit | Literal["reduction"]
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A run on one GPU, and what it would be on several.
+    """A run on one GPU, and what it would be on several."""
 
-    Attributes:
-        ranks: GPUs, with a process and a loader each.
-        gradient_bytes: that a step reduces.
-        buckets: collectives in which it does.
-        measured_step_s: mean steady step of the run.
-        own_step_s: the step's own work.
-        cpus_per_rank: CPUs for each process and its loader, where the GPUs are in one machine; None: not measured.
-        links: forecasts, one for each link.
-        notes: what is not known, and what was assumed for it.
-    """
-
-    ranks: int
-    gradient_bytes: int
-    buckets: int
+    ranks: int  # GPUs, with a process and a loader each
+    gradient_bytes: int  # reduced by a step
+    buckets: int  # collectives in which it does
     measured_step_s: float
-    own_step_s: float
-    cpus_per_rank: float | None
+    own_step_s: float  # the step's own work
+    cpus_per_rank: float | None  # where the GPUs are in one machine; None: not measured
     links: list[LinkForecast]
-    notes: list[str]
+    notes: list[str]  # what is not known, and what was assumed for it
 
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The reduction of gradients. In seconds; what it takes of a batch is a part where gradients are accumulated.
-
-    Attributes:
-        ranks: GPUs.
-        whole_s: all buckets.
-        last_s: the last of them, beside which no backward pass runs.
-        overhead_s: what each batch takes besides.
-        batches: between two reductions.
-    """
+    """The reduction of gradients, in seconds; per batch it is a part where gradients are accumulated."""
 
     ranks: int
-    whole_s: float
-    last_s: float
-    overhead_s: float
-    batches: int
+    whole_s: float  # all buckets
+    last_s: float  # the last bucket, beside which no backward pass runs
+    overhead_s: float  # what each batch takes besides
+    batches: int  # between two reductions
 
     def exposed_s(self, own_s: float) -> float:
         """What a batch takes longer, with so much work of its own."""
@@ -155,17 +118,10 @@ def scaling(
     link: Link | None = None,
     gradient_bytes: int | None = None,
 ) -> Scaling:
-    """Forecast a run on several GPUs, each with batches of its own.
+    """A one-GPU run on ``ranks`` (2 or more) GPUs; CannotSayError where the report is of several or lacks something.
 
-    Args:
-        report: of a run on one GPU.
-        ranks: GPUs, 2 or more.
-        change: what else is to be changed; ``cpus`` are those of a machine, for all of its ranks.
-        link: what links the GPUs; None: each of :data:`ASSUMED`.
-        gradient_bytes: that a step reduces; None: as the report says.
-
-    Raises:
-        CannotSayError: the run was not on one GPU, or the report lacks what that needs.
+    ``change.cpus`` are those of a machine, for all of its ranks. Without a link each of :data:`ASSUMED` is forecast;
+    without ``gradient_bytes`` the report's count.
     """
     measured_s = _step_on_one_gpu(report)
     size = gradient_bytes if gradient_bytes is not None else _gradient_bytes(report)
@@ -185,24 +141,14 @@ def scaling(
 
 @dataclass(frozen=True)
 class _Run:
-    """The run on one GPU.
+    """The run on one GPU."""
 
-    Attributes:
-        sides: what to simulate: at best, as expected, at worst.
-        step_s: of the run as it was, measured, for one batch as it was.
-        samples: samples of a batch, after over before.
-        most: speed-up a GPU that cannot be exceeded.
-        own_share: share of ``consumer_s`` that is the step's own work.
-        batches: between two reductions.
-        notes: what is not known, and what is assumed for it.
-    """
-
-    sides: list[Pipeline]
-    step_s: float
-    samples: float
-    most: float
-    own_share: float
-    batches: int
+    sides: list[Pipeline]  # at best, as expected, at worst
+    step_s: float  # of one batch as it was, measured
+    samples: float  # of a batch, after over before
+    most: float  # speed-up per GPU that cannot be exceeded
+    own_share: float  # share of ``consumer_s`` that is the step's own work
+    batches: int  # between two reductions
     notes: list[str]
 
 

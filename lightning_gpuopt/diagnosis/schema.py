@@ -132,18 +132,10 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
 
 
 def check_types(value: Any, schema: Mapping[str, Any] = REPORT_SCHEMA, where: str = "the report") -> None:
-    """Refuse what cannot be worked with: other types than the schema's, lists of another length, strange numbers.
+    """Refuse what cannot be worked with: a ValueError says where, and what was expected.
 
     More lenient than the schema: members that it does not know are of a later version, and seconds may be a little
     below zero. A member that is null counts as absent.
-
-    Args:
-        value: as JSON was read.
-        schema: what it should be.
-        where: its name, for people.
-
-    Raises:
-        ValueError: it is something else; the text says where, and what was expected.
     """
     expected = schema.get("type")
     if expected is not None:

@@ -24,68 +24,41 @@ _BISECTIONS: Final = 40
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """A loader and its consumer. Seconds per batch, on CPUs that nobody else wants.
+    """A loader and its consumer; seconds per batch, on CPUs that nobody else wants."""
 
-    Attributes:
-        workers: worker processes; 0: the training process loads by itself.
-        prefetch_factor: batches under way for each worker.
-        service_s: mean time that a worker needs.
-        cpu_s: CPU time in it, of all of the worker's threads.
-        receive_s: the training process's time to take a batch from a worker.
-        receive_cpu_s: CPU time in it.
-        consumer_s: the step without its wait for data.
-        consumer_cpu_s: CPU time of the training process in it.
-        cpus: CPUs that may be used at once.
-        shape: times of batches relative to their mean, as they are distributed; empty where all are alike.
-    """
-
-    workers: int
-    prefetch_factor: int
-    service_s: float
-    cpu_s: float
-    receive_s: float
+    workers: int  # 0: the training process loads by itself
+    prefetch_factor: int  # batches under way for each worker
+    service_s: float  # mean time that a worker needs
+    cpu_s: float  # CPU time in it, of all of the worker's threads
+    receive_s: float  # the training process's time to take a batch from a worker
     receive_cpu_s: float
-    consumer_s: float
+    consumer_s: float  # the step without its wait for data
     consumer_cpu_s: float
-    cpus: float
-    shape: tuple[float, ...] = ()
+    cpus: float  # CPUs that may be used at once
+    shape: tuple[float, ...] = ()  # quantiles of a batch's time over the mean; empty: all are alike
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How fast a pipeline ran.
+    """How fast a pipeline ran."""
 
-    Attributes:
-        step_s: mean seconds from one step to the next.
-        workers_busy: share of the workers' time in which they made batches, 0-1; 0 without workers.
-        cpus_busy: share of the CPUs' time that was used, 0-1.
-    """
-
-    step_s: float
-    workers_busy: float
-    cpus_busy: float
+    step_s: float  # mean, from one step to the next
+    workers_busy: float  # share of the workers' time spent on batches, 0-1; 0 without workers
+    cpus_busy: float  # share of the CPUs' time that was used, 0-1
 
 
 def simulate(pipeline: Pipeline, batches: int = _BATCHES) -> Pace:
-    """Run a pipeline.
-
-    Args:
-        pipeline: what to run.
-        batches: how many batches; the first fifth of them is not counted.
-    """
+    """Run a pipeline for so many batches, of which the first fifth is not counted."""
     if not pipeline.workers:
         return _without_workers(pipeline)
     return _Run(pipeline, _services(pipeline, batches)).pace()
 
 
 def shape_of(edges_s: Sequence[float], counts: Sequence[int], parts: int = 1000) -> tuple[float, ...]:
-    """Times relative to their mean that are distributed as a histogram is: so many quantiles of it.
+    """So many quantiles of a histogram, over its mean; ``edges_s`` has one more than ``counts``.
 
-    Args:
-        edges_s: lower edges of its bins, and the upper edge of the last.
-        counts: of each bin. Within one, times are spread evenly.
-        parts: how many quantiles; rare slow batches keep their part of the whole, since what a bin holds beyond whole
-            quantiles is carried on.
+    Times are spread evenly within a bin. Rare slow batches keep their part of the whole, since what a bin holds beyond
+    whole quantiles is carried on.
     """
     total = sum(counts)
     if not total:
@@ -178,15 +151,7 @@ class _Run:
             left_s -= self._pass(left_s, share)
 
     def _pass(self, left_s: float | None, share: float) -> float:
-        """Go on to the next event: a worker is done, or the training process.
-
-        Args:
-            left_s: what the training process has left to do; None: it waits.
-            share: CPUs that it uses while it does.
-
-        Returns:
-            The seconds of it that are done.
-        """
+        """Go on to the next event; returns the seconds done of what the training process has left (None: it waits)."""
         of_workers, of_consumer = self._slowdown(len(self._working), share)
         next_s = (self._working[0][0] - self._progress_s) * of_workers if self._working else float("inf")
         step_s = next_s if left_s is None else min(next_s, left_s * of_consumer)
@@ -218,16 +183,10 @@ def _share(cpu_s: float, seconds: float) -> float:
 
 
 def _slowdown(worker: float, working: int, consumer: float, cpus: float) -> tuple[float, float]:
-    """By which factors workers and the training process take longer than on CPUs of their own.
+    """By which factors workers and the training process, which ask for so many CPUs each, take longer than alone.
 
     All that computes gets the same part ``rate`` of the CPU time that it asks for: the largest with which no more CPUs
     are used than there are. Who is slower asks for less: ``share / (1 - share + share / rate)``.
-
-    Args:
-        worker: CPUs that a worker asks for.
-        working: workers at work.
-        consumer: CPUs that the training process asks for.
-        cpus: CPUs that there are.
     """
     if working * worker + consumer <= cpus:
         return 1.0, 1.0

@@ -23,28 +23,18 @@ _OFTEN: Final = 0.3
 
 @dataclass(frozen=True)
 class SteadyGrowth:
-    """A figure that has grown, and still does.
+    """A figure that has grown, and still does."""
 
-    Attributes:
-        rate: by how much it grows per unit, in the later half.
-        grown: by how much it has grown for good, after the beginning.
-        evenness: 0-1; 1 where it grows as fast at the end as at the beginning.
-    """
-
-    rate: float
-    grown: float
-    evenness: float
+    rate: float  # growth per unit, in the later half
+    grown: float  # for good, after the beginning
+    evenness: float  # 0-1; 1 where it grows as fast at the end as at the beginning
 
 
 def steady_growth(points: Sequence[tuple[float, float]], least: int = 6) -> SteadyGrowth | None:
-    """How a figure grows; None where it does not, has come to rest, comes and goes, or grew in a few steps.
+    """How a figure grows, of (unit, figure) in order; None where it does not, came to rest, or grew in a few steps.
 
     The first tenth, at least one reading, is left out: imports, the first batch. What falls again has not grown: each
     reading counts as the least of those from it on, so that a garbage collector's saw-teeth count for nothing.
-
-    Args:
-        points: (unit, figure), in the order of the units, such as samples read or seconds.
-        least: how many must be left.
     """
     later = points[max(1, len(points) // 10) :]
     if len(later) < least:

@@ -1,8 +1,7 @@
 """What the device waited for, and for how long: one account for every share, finding, prediction and headroom.
 
 On CUDA only the time counts in which the GPU was idle, attributed to what the host did in exactly that time: a host
-that works while the GPU is busy costs nothing. On other devices the training process is the device, and its phases
-count.
+that works while the GPU is busy costs nothing. On other devices the training process is the device.
 """
 
 from __future__ import annotations
@@ -40,39 +39,22 @@ _SYNCS_A_STEP: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Waterfall:
-    """A stretch of a run, as its device saw it.
+    """A stretch of a run, as its device saw it; times in seconds."""
 
-    Attributes:
-        on_gpu: whether this is the GPU's own time; else it is the training process's.
-        wall_s: length of the stretch, in seconds.
-        steps: steps in it.
-        step_s: mean seconds of a step, without validation, checkpoints and the set-up of epochs; None without steps.
-        validation_s: wall time of validations on this device, in seconds: from the end of what was queued before.
-        work_s: seconds in which the GPU ran steps, copies and what hooks had queued, without what it was seen to be
-            idle inside the steps; 0 on other devices.
-        waits: seconds in which the device waited, by what the host did: a phase (``"transfer"``: the copy), or a hook,
-            ``"MyCallback.on_train_batch_end"``.
-        launch_s: seconds in which the GPU was idle inside the steps since the host issued too slowly.
-        sync_s: seconds in which it was idle there after the host had waited for it.
-        copies_s: seconds in which it was idle there for copies that the step itself had issued.
-        unsure_s: seconds in which it seems to have been idle there, within the error of NVML's readings.
-        exposed_by: the hook whose wait for the GPU exposed most of ``waits``; empty where there was none.
-        diagnosis_s: seconds in which the device waited for StallDetector's own hooks; they are in no wait.
-    """
-
-    on_gpu: bool
+    on_gpu: bool  # the GPU's own time; else the training process's
     wall_s: float
     steps: int
-    step_s: float | None
-    validation_s: float = 0.0
-    work_s: float = 0.0
+    step_s: float | None  # mean, without validation, checkpoints and the set-up of epochs; None without steps
+    validation_s: float = 0.0  # wall time on this device, from the end of what was queued before
+    work_s: float = 0.0  # the GPU ran steps, copies and hooks' work, less idle time seen inside steps; 0 elsewhere
+    # seconds by what the host did: a phase ("transfer": the copy), or a hook, "MyCallback.on_train_batch_end"
     waits: Mapping[str, float] = field(default_factory=dict)
-    launch_s: float = 0.0
-    sync_s: float = 0.0
-    copies_s: float = 0.0
-    unsure_s: float = 0.0
-    exposed_by: str = ""
-    diagnosis_s: float = 0.0
+    launch_s: float = 0.0  # idle inside the steps since the host issued too slowly
+    sync_s: float = 0.0  # idle there after the host had waited for the GPU
+    copies_s: float = 0.0  # idle there for copies that the step itself issued
+    unsure_s: float = 0.0  # seems idle there, within the error of NVML's readings
+    exposed_by: str = ""  # the hook whose wait for the GPU exposed most of ``waits``
+    diagnosis_s: float = 0.0  # waits for StallDetector's own hooks; in no other wait
 
     def share(self, seconds: float) -> float:
         """Seconds of this device as a share of the stretch, 0-1."""
@@ -116,14 +98,8 @@ def waterfall_of(
 ) -> Waterfall:
     """Account for a stretch of a run.
 
-    Args:
-        times: the training process's phases.
-        gpu: what the GPU's event clock saw; None on other devices.
-        device: what NVML reported.
-        look: what a close look at the step's kernels saw.
-        syncs: what a close look for synchronizing calls saw.
-        loads_beside: whether batches are made beside the training process: while that diagnoses, they go on being made,
-            and where it waits for them, it would have waited for so much longer.
+    ``loads_beside``: batches are made beside the training process. While that diagnoses, they go on being made, and
+    where it waits for them, it would have waited for so much longer.
     """
     if gpu is None:
         return Waterfall(
@@ -181,9 +157,9 @@ def _aside_s(gpu: GpuTimes) -> float:
 
 
 def _with_waits_seen(gpu: GpuTimes) -> GpuTimes:
-    """With the idle time of hooks that wait for the GPU as it was in the steps in which their waits were seen.
+    """With the idle time of hooks that wait for the GPU as seen in their waits.
 
-    A hook that queues work and waits for it looks idle from outside; the rest of its time is work that it has queued.
+    Such a hook looks idle from outside; the rest of its time is work that it has queued.
     """
     if not gpu.looked_at:
         return gpu
@@ -223,7 +199,7 @@ def _process_waits(times: PhaseTimes) -> dict[str, float]:
 def _inside_the_steps(
     gpu: GpuTimes, wall_s: float, aside_s: float, device: DeviceState | None, look: StepLook | None
 ) -> tuple[float, float | None]:
-    """Seconds in which the GPU was idle inside the steps, and how much of that followed a wait of the host, 0-1.
+    """Seconds of GPU idle time inside the steps, and how much of it followed a wait of the host, 0-1.
 
     From a look, where there is one. Recording costs the host time, so a look sees more idle time than usual. Therefore
     the lesser counts: the usual step time beyond the look's busy time, or the look's share of idle time.
@@ -281,16 +257,11 @@ def covers(device: DeviceState, wall_s: float) -> bool:
 
 
 def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) -> bool:
-    """Whether there is reason to look inside the step, without which nothing can be said of it.
+    """Whether there is reason to look inside the step, without which nothing can be said of it; threshold 0-1.
 
     NVML gives one by its figures: SM activity, where there is any, tells more than utilization, which counts any kernel
-    however small. Where it has no figure (MIG), or another program is on the GPU as well, which it counts, too, it is
-    reason enough that the GPU can be idle, by its events and by the host's time to issue the step.
-
-    Args:
-        gpu: what the event clock saw.
-        device: what NVML reported.
-        threshold: share of idle time from which on it is worth while, 0-1.
+    however small. Where it has no figure (MIG), or counts another program too, it is reason enough that the GPU can be
+    idle, by its events and by the host's time to issue the step.
     """
     if device is None or device.utilization is None or device.neighbours:
         return gpu.seconds >= ENOUGH_S and may_idle(gpu, threshold)
@@ -306,12 +277,7 @@ def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) ->
 
 
 def may_idle(gpu: GpuTimes, threshold: float) -> bool:
-    """Whether the GPU could be idle inside the steps for this share of the time; not where the host runs ahead.
-
-    Args:
-        gpu: what the event clock saw.
-        threshold: share of the time, 0-1.
-    """
+    """Whether the GPU could be idle inside the steps for this share of the time; not where the host runs ahead."""
     return gpu.steps > 0 and gpu.compute_bound_s >= threshold * (gpu.compute_s + gpu.idle_s + gpu.copy_s)
 
 

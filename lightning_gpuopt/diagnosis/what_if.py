@@ -30,12 +30,7 @@ _FEW: Final = 30
 
 
 class CannotSayError(ValueError):
-    """The report lacks what an answer needs.
-
-    Args:
-        text: names it.
-        remedy: what to do about it.
-    """
+    """The report lacks what an answer needs; ``remedy`` is what to do about it."""
 
     def __init__(self, text: str, remedy: str = "record one with StallDetector and give that") -> None:
         super().__init__(text)
@@ -44,63 +39,35 @@ class CannotSayError(ValueError):
 
 @dataclass(frozen=True)
 class WhatIf:
-    """What is to be changed; None stays as it is.
+    """What is to be changed; None stays as it is."""
 
-    Attributes:
-        num_workers: worker processes; 0: the training process loads by itself.
-        prefetch_factor: batches that each worker prepares ahead.
-        cpus: CPUs that the run may use.
-        decode_speedup: the dataset's CPU time is divided by it.
-        batch_size: samples of a batch.
-    """
-
-    num_workers: int | None = None
+    num_workers: int | None = None  # 0: the training process loads by itself
     prefetch_factor: int | None = None
-    cpus: float | None = None
-    decode_speedup: float | None = None
+    cpus: float | None = None  # that the run may use
+    decode_speedup: float | None = None  # the dataset's CPU time is divided by it
     batch_size: int | None = None
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """A run as it was, and as it would be.
-
-    Attributes:
-        measured_step_s: mean steady step of the run, in seconds.
-        simulated_step_s: the same run, simulated: how well the simulation knows it.
-        step_s: the step as it would be: (optimistic, expected, pessimistic).
-        speedup: samples per second, after over before: (low, mid, high).
-        limit_before: what limits the run as it was.
-        limit: what limits it then.
-        before: settings of the run as it was; what is not known is absent.
-        after: the same with the change.
-        notes: what is not known, and what was assumed for it.
-    """
+    """A run as it was, and as it would be; intervals are (low, mid, high)."""
 
     measured_step_s: float
-    simulated_step_s: float
-    step_s: Interval
-    speedup: Interval
+    simulated_step_s: float  # the same run, simulated: how well the simulation knows it
+    step_s: Interval  # (optimistic, expected, pessimistic)
+    speedup: Interval  # samples per second, after over before
     limit_before: Limit
     limit: Limit
-    before: dict[str, float]
+    before: dict[str, float]  # settings; what is not known is absent
     after: dict[str, float]
-    notes: list[str]
+    notes: list[str]  # what is not known, and what was assumed for it
 
 
 def what_if(report: RunRecord, change: WhatIf) -> Forecast:
-    """Forecast a run.
+    """Forecast a run with a ``DataLoader``; CannotSayError where the report lacks something.
 
-    Args:
-        report: of a run whose loader is a ``DataLoader``.
-        change: what is to be changed.
-
-    Returns:
-        The forecast. With another batch size the step lies between one that takes as long as now and one that takes
-        longer in proportion; the loader's part is in proportion.
-
-    Raises:
-        CannotSayError: the report lacks what that needs.
+    With another batch size the step takes between as long as now and longer in proportion; the loader's part is in
+    proportion.
     """
     costs, measured_s, now, then = pipelines(report, change)
     pace = simulate(now[1])
@@ -121,18 +88,9 @@ def what_if(report: RunRecord, change: WhatIf) -> Forecast:
 
 
 def pipelines(report: RunRecord, change: WhatIf) -> tuple[LoaderCosts, float, list[Pipeline], list[Pipeline]]:
-    """What to simulate of a run.
+    """What a run's loader costs, its step in seconds, and the run before and after: at best, as expected, at worst.
 
-    Args:
-        report: of a run whose loader is a ``DataLoader``.
-        change: what is to be changed.
-
-    Returns:
-        What its loader costs, the measured step in seconds, and the run as it was and as it would be: each at best, as
-        expected and at worst.
-
-    Raises:
-        CannotSayError: the report lacks what that needs.
+    Raises CannotSayError where the report lacks something.
     """
     costs, measured_s = report.loader_costs, report.step_s
     if costs is None or not measured_s:
@@ -181,7 +139,7 @@ def _pipeline(costs: LoaderCosts, side: _Side) -> Pipeline:
 
 
 def _with_what_is_not_explained(now: list[Pipeline], measured_s: float) -> list[Pipeline]:
-    """The run as it was, with the part of the measured step that the model does not explain counted as hand-over time.
+    """The run as it was, with step time that the model does not explain counted as hand-over time.
 
     Nothing is added where workers or CPUs are the limit. The best case stays as it is: the unexplained time may lie in
     the workers, and go away with more of them.
@@ -216,11 +174,10 @@ def _changed(now: Pipeline, costs: LoaderCosts, change: WhatIf, factor: float, s
 
 
 def _cpus(costs: LoaderCosts, change: WhatIf, side: _Side) -> float:
-    """CPUs that the run gets.
+    """CPUs that the run gets: at worst other processes keep theirs, at best they leave all.
 
-    At worst other processes keep theirs; at best they leave all to us. Expected is the worst case, but at least half of
-    all: a scheduler gives CPUs to those who ask. Fewer CPUs than now are first taken from the others; additional ones
-    count as free.
+    Expected is the worst case, but at least half of all: a scheduler gives CPUs to those who ask. Fewer CPUs than now
+    are first taken from the others; additional ones count as free.
     """
     usable, free = costs.usable_cpus, costs.free_cpus
     if usable is None or free is None:
@@ -249,11 +206,7 @@ def _batch_size(report: RunRecord) -> int | None:
 
 
 def batch_factor(report: RunRecord, change: WhatIf) -> float:
-    """Samples of a batch, after over before.
-
-    Raises:
-        CannotSayError: a batch size is asked for, and the report does not say what it was.
-    """
+    """Samples of a batch, after over before; CannotSayError where the report does not say what they were."""
     if change.batch_size is None:
         return 1.0
     size = _batch_size(report)

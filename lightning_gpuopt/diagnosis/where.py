@@ -134,16 +134,10 @@ def title(place: CodeLocation) -> str:
 
 
 def places_of(stacks: Iterable[Stack]) -> tuple[CodeLocation, ...]:
-    """Fold stacks to places: the innermost frame of the user's own, and the library's function that it called there.
+    """Fold stacks to at most 20 places, most time first: the user's innermost frame, and what it called of a library.
 
     Where no frame is the user's own, as for a dataset of a library, the frames of that library take its place. Places
     are told apart by function, not by line; each has the line that most of its time goes to.
-
-    Args:
-        stacks: what was sampled.
-
-    Returns:
-        The places, those with most time first; at most 20.
     """
     lines: dict[tuple[str, ...], dict[int, float]] = {}
     for stack in stacks:

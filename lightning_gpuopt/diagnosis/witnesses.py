@@ -13,14 +13,10 @@ _APART: Final = 0.1
 
 
 def idle_shares(measurement: Measurement) -> dict[str, float]:
-    """Share of idle time, 0-1, by who says so.
+    """Share of idle time, 0-1, by source; a source that says nothing is absent.
 
     ``"events"``: what CUDA events between the steps show, the least. ``"host"``: with all of the time in which the host
     issued a step, the most. ``"records"``: with what a look inside steps saw. ``"nvml"``: without NVML's utilization.
-    A source that says nothing is absent.
-
-    Args:
-        measurement: of the run.
     """
     waterfall, gpu, device = measurement.waterfall, measurement.gpu, measurement.device
     if gpu is None or not waterfall.on_gpu or waterfall.wall_s <= 0:
@@ -38,11 +34,7 @@ def idle_shares(measurement: Measurement) -> dict[str, float]:
 
 
 def disagreement(shares: dict[str, float]) -> float:
-    """By how much NVML's share of idle time lies outside of what the other sources allow, signed; 0 where it does not.
-
-    Args:
-        shares: by source, see :func:`idle_shares`.
-    """
+    """By how much NVML's share lies outside of what the others allow, signed; see :func:`idle_shares`."""
     if "nvml" not in shares:
         return 0.0
     least = shares.get("records", shares["events"])
@@ -51,11 +43,7 @@ def disagreement(shares: dict[str, float]) -> float:
 
 
 def witness_note(measurement: Measurement) -> str | None:
-    """That NVML and the GPU's own clock disagree, and why that may be; None where they do not.
-
-    Args:
-        measurement: of the run.
-    """
+    """That NVML and the GPU's own clock disagree, and why that may be; None where they do not."""
     shares = idle_shares(measurement)
     apart = disagreement(shares)
     if abs(apart) <= _APART:

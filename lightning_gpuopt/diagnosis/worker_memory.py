@@ -43,30 +43,17 @@ _ALLOCATED: Final = 0.5
 
 @dataclass(frozen=True)
 class _Growing:
-    """A worker's private memory.
+    """A worker's private memory, in bytes."""
 
-    Attributes:
-        worker: its number.
-        grown: bytes since its first reading; of a forked worker that is before its first sample.
-        copied: of those, bytes that may be pages which it had before, and shared.
-        exact: whether these are known to be such pages.
-        steady: how it grows by the sample; None where it does not, or no more.
-        bytes_per_s: the same by the second; 0 where it does not.
-        early: whether too few readings show it, or of too short a time, to tell it from a cache that fills up, and it
-            has not kept much of each sample.
-        leak: what of its own grows, for people.
-        copies: whether most of what it grew by since its first samples may be such pages.
-    """
-
-    worker: int
-    grown: int
-    copied: int
-    exact: bool
-    steady: SteadyGrowth | None
-    bytes_per_s: float
-    early: bool
-    leak: str
-    copies: bool
+    worker: int  # its number
+    grown: int  # since its first reading; of a forked worker that is before its first sample
+    copied: int  # of those, what may be pages which it had before, and shared
+    exact: bool  # whether these are known to be such pages
+    steady: SteadyGrowth | None  # growth by the sample; None where it does not grow, or no more
+    bytes_per_s: float  # growth by the second; 0 where it does not
+    early: bool  # too few readings or too short a time to tell it from a cache, and little kept of each sample
+    leak: str  # what of its own grows, for people
+    copies: bool  # whether most of the growth since the first samples may be such pages
 
 
 def worker_memory(seen: RiskInputs) -> Iterator[Risk]:

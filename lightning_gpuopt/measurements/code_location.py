@@ -15,21 +15,13 @@ INSTALLED: Final = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One frame of a stack.
+    """One frame of a stack."""
 
-    Attributes:
-        name: the function, with its class: ``"GaussianBlur.forward"``; ``"Image.open"`` for a module's function.
-        file: its file.
-        line: the line under way.
-        own: whether the file is the user's own: none of Python's, of an installed package's, or of ours.
-        transform: the transform that a ``Compose`` or ``nn.Sequential`` called here; else empty.
-    """
-
-    name: str
+    name: str  # with its class: "GaussianBlur.forward"; "Image.open" for a module's function
     file: str
-    line: int
-    own: bool = False
-    transform: str = ""
+    line: int  # the line under way
+    own: bool = False  # the user's own file: none of Python's, of an installed package's, or of ours
+    transform: str = ""  # the transform that a ``Compose`` or ``nn.Sequential`` called here; else empty
 
     @property
     def at(self) -> str:
@@ -39,50 +31,30 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack that was seen.
+    """A stack that was seen."""
 
-    Attributes:
-        calls: its frames, innermost first, without those of the training loop around them.
-        seconds: time for which it stands: each sample counts as long as it came after the one before.
-        samples: how often it was seen.
-    """
-
-    calls: tuple[Call, ...]
-    seconds: float
-    samples: int = 1
+    calls: tuple[Call, ...]  # innermost first, without those of the training loop around them
+    seconds: float  # each sample counts as long as it came after the one before
+    samples: int = 1  # how often it was seen
 
 
 @dataclass(frozen=True, slots=True)
 class CodeLocation:
-    """A place in the code, and the time that goes there.
+    """A place in the code, and the time that goes there."""
 
-    Attributes:
-        name: the function of the user's own, or the library's function that it called there.
-        file: the file, the user's own where one was on the stack.
-        line: the line that most of the time goes to.
-        seconds: time seen there.
-        transform: the transform of a ``Compose`` that this is a part of; else empty.
-    """
-
-    name: str
-    file: str
-    line: int
+    name: str  # the user's own function, or the library's that it called there
+    file: str  # the user's own where one was on the stack
+    line: int  # the line that most of the time goes to
     seconds: float
-    transform: str = ""
+    transform: str = ""  # the transform of a ``Compose`` that this is a part of; else empty
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What sampling one thread has seen of one activity.
+    """What sampling one thread has seen of one activity."""
 
-    Attributes:
-        activity: ``"data_wait"``, ``"logging"``, or a hook such as ``"MyCallback.on_train_batch_end"``.
-        process: ``"training process"``, or ``"worker 0"``.
-        stacks: the stacks.
-    """
-
-    activity: str
-    process: str
+    activity: str  # "data_wait", "logging", or a hook: "MyCallback.on_train_batch_end"
+    process: str  # "training process", or "worker 0"
     stacks: tuple[Stack, ...] = field(default=())
 
 
@@ -96,12 +68,7 @@ def short(file: str) -> str:
 
 
 def in_shares(places: Sequence[tuple[str, float]], whole: float) -> str:
-    """Places with their share, the largest first: all that is worth a word.
-
-    Args:
-        places: each with its amount, in falling order.
-        whole: what the amounts are shares of.
-    """
+    """Places (in falling order of their amounts) with their share of ``whole``: all that is worth a word."""
     shares = [(amount / whole, name) for name, amount in places]
     named = [each for number, each in enumerate(shares) if not number or each[0] >= _WORTH_NAMING][:_MAX_NAMED]
     return ", ".join(f"{share * 100:.0f} % {name}" for share, name in named)

@@ -7,83 +7,47 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HostActivity:
-    """What the CPUs did while the workers were watched. A figure that could not be read is None.
+    """What the CPUs did while the workers were watched; None: a figure that could not be read."""
 
-    Attributes:
-        usable_cpus: CPUs that this process may use at once, its share where several ranks run on this machine: its
-            affinity, less what a cgroup's quota forbids.
-        seconds: worker-seconds watched: the time watched, times the workers.
-        worker_cpu: share of a worker's time spent computing, 0-1, mean over the workers.
-        worker_queued: share of a worker's time spent waiting for a CPU, 0-1.
-        free_cpus: usable CPUs that nobody used, this process, its workers and all others counted; mean, and this rank's
-            share.
-        process_cpus: CPUs that this process used, all its threads; mean.
-        throttled: share of the scheduler's periods in which a cgroup's quota stopped us, 0-1.
-        cpu_pressure: share of the time in which something on this machine waited for a CPU, 0-1 (``/proc/pressure``).
-        io_pressure: the same for I/O.
-        memory_pressure: the same for memory: reclaim, and pages that come back from swap.
-        swapped_in_mib_s: MiB read from swap per second, on the whole machine.
-        affinity: CPUs that this process is bound to, where the machine has more.
-        worker_threads: threads of a worker that computed, or waited for a CPU, for at least a quarter of the time; mean
-            over the workers. Threads of a pool that have nothing to do do not count.
-        worker_runnable: threads of a worker that computed or waited for a CPU at once, mean.
-        worker_cpus: CPUs that a worker used, all its threads; mean over the workers.
-    """
-
-    usable_cpus: float
-    seconds: float
-    worker_cpu: float | None
-    worker_queued: float | None
-    free_cpus: float | None
-    process_cpus: float | None = None
-    throttled: float | None = None
+    usable_cpus: float  # CPUs for this process at once: affinity less a cgroup's quota, shared by the ranks here
+    seconds: float  # worker-seconds watched: the time watched, times the workers
+    worker_cpu: float | None  # share of a worker's time spent computing, 0-1, mean over the workers
+    worker_queued: float | None  # share of a worker's time spent waiting for a CPU, 0-1
+    free_cpus: float | None  # usable CPUs that nobody used, all processes counted; mean, this rank's share
+    process_cpus: float | None = None  # CPUs that this process used, all its threads; mean
+    throttled: float | None = None  # share of the scheduler's periods in which a cgroup's quota stopped us, 0-1
+    # share of time in which something here waited for a CPU, 0-1 (``/proc/pressure``)
     cpu_pressure: float | None = None
-    io_pressure: float | None = None
-    memory_pressure: float | None = None
-    swapped_in_mib_s: float | None = None
-    affinity: int | None = None
+    io_pressure: float | None = None  # the same for I/O
+    memory_pressure: float | None = None  # the same for reclaim, and pages that come back from swap
+    swapped_in_mib_s: float | None = None  # read from swap on the whole machine
+    affinity: int | None = None  # CPUs that this process is bound to, where the machine has more
+    # threads of a worker that computed or waited for a CPU for a quarter of the time or more, without idle threads of a
+    # pool; mean over the workers
     worker_threads: float | None = None
-    worker_runnable: float | None = None
-    worker_cpus: float | None = None
+    worker_runnable: float | None = None  # threads of a worker that computed or waited for a CPU at once, mean
+    worker_cpus: float | None = None  # CPUs that a worker used, all its threads; mean over the workers
 
 
 @dataclass(frozen=True, slots=True)
 class Collections:
-    """What Python's garbage collector did on the training thread, in its steps.
+    """What Python's garbage collector did on the training thread, in its steps."""
 
-    Attributes:
-        counts: collections by generation.
-        seconds: of all of them.
-        longest_s: seconds of the longest.
-        tracked: objects that the collector looks through, once it took long; None where they were not counted.
-        where: function, file and line of the program that calls ``gc.collect()``, where most of the time of full
-            collections is due to that; else empty.
-        where_share: share of all collections' time that is due to that, 0-1.
-    """
-
-    counts: tuple[int, int, int] = (0, 0, 0)
-    seconds: float = 0.0
-    longest_s: float = 0.0
-    tracked: int | None = None
+    counts: tuple[int, int, int] = (0, 0, 0)  # collections by generation
+    seconds: float = 0.0  # of all of them
+    longest_s: float = 0.0  # of the longest
+    tracked: int | None = None  # objects that it looks through, once it took long; None: not counted
+    # function, file and line that call ``gc.collect()``, where that takes most of the time of full collections
     where: str = ""
-    where_share: float = 0.0
+    where_share: float = 0.0  # share of all collections' time that is due to that, 0-1
 
 
 @dataclass(frozen=True, slots=True)
 class Compilations:
-    """What torch.compile did in the steps.
-
-    Attributes:
-        count: compilations.
-        steps: steps in which there was one.
-        function: name, file and line of the function for which compiled code did not fit most often; empty where torch
-            did not tell.
-        reason: why it did not fit, the last time; empty where torch did not tell.
-        given_up: functions that run eagerly since they had been compiled too often.
-    """
+    """What torch.compile did in the steps."""
 
     count: int = 0
-    steps: int = 0
-    function: str = ""
-    reason: str = ""
-    given_up: tuple[str, ...] = ()
+    steps: int = 0  # steps in which there was one
+    function: str = ""  # name, file and line for which compiled code did not fit most often; empty: not told
+    reason: str = ""  # why it did not fit, the last time
+    given_up: tuple[str, ...] = ()  # functions that run eagerly since they had been compiled too often

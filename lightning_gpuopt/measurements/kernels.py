@@ -43,29 +43,17 @@ class KernelShare:
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """The work of a mean step.
+    """The work of a mean step."""
 
-    Attributes:
-        seconds: of all kernels and copies of a mean step, added up; on a CPU of all operators, without those inside.
-        kinds: share of each kind, 0-1.
-        dearest: those that take most of the time, the first most.
-        short_per_step: kernels of a mean step that are shorter than 10 µs.
-        short_share: their share of the time, 0-1.
-        transposes_share: share of kernels that bring images from one memory format to another.
-        optimizer_per_step: kernels that a mean step's optimizer launches.
-        unassigned: share of the time that is of no module, 0-1; None where modules were not watched.
-        on_gpu: whether these are kernels; else they are operators of a CPU.
-    """
-
-    seconds: float
-    kinds: dict[str, float] = field(default_factory=dict)
-    dearest: tuple[KernelShare, ...] = ()
-    short_per_step: float = 0.0
-    short_share: float = 0.0
-    transposes_share: float = 0.0
-    optimizer_per_step: float = 0.0
-    unassigned: float | None = None
-    on_gpu: bool = True
+    seconds: float  # all kernels and copies, added up; on a CPU all operators, without those inside
+    kinds: dict[str, float] = field(default_factory=dict)  # share of each kind, 0-1
+    dearest: tuple[KernelShare, ...] = ()  # those that take most of the time, the first most
+    short_per_step: float = 0.0  # kernels shorter than 10 µs
+    short_share: float = 0.0  # their share of the time, 0-1
+    transposes_share: float = 0.0  # kernels that bring images from one memory format to another
+    optimizer_per_step: float = 0.0  # kernels that the optimizer launches
+    unassigned: float | None = None  # share of time of no module, 0-1; None: modules were not watched
+    on_gpu: bool = True  # kernels; else operators of a CPU
 
     @property
     def summary(self) -> dict[str, float]:

@@ -30,51 +30,29 @@ NEXT: Final = "with the next iterator"
 
 @dataclass(frozen=True, slots=True)
 class LoaderDescription:
-    """A loader of a Trainer. What is not known is None.
-
-    Attributes:
-        kind: the kind.
-        name: the class that the program uses, such as ``"WebLoader"``.
-        key: where it is in a CombinedLoader, such as ``"images"`` or ``"0"``; empty where it is the only one.
-        work: where samples are read.
-        num_workers: worker processes, or threads of a graph of nodes; 0 where the training process reads.
-        persistent_workers: whether workers live on from epoch to epoch.
-        prefetch_factor: batches that each worker prepares ahead.
-        pin_memory: whether batches come in page-locked memory.
-        batch_size: samples of a batch.
-        length: batches of an epoch, on this rank.
-        is_iterable: whether its dataset is read as a stream, so that workers decide who reads what.
-        keeps_state: whether it has a ``state_dict`` that holds for its number of workers only.
-        sharding: who divides the samples among ranks and workers: ``"sampler"``, ``"dataset"``, or None for nobody.
-        shards: files, or parts, of a stream that are divided among the workers of this rank.
-        idle_workers: workers that have no shard, or no batch, to read.
-        duplicates: whether more workers would bring samples twice: its stream is not divided among them.
-        caches: folders in which a stream keeps what it has downloaded.
-        unshared: why more workers would read other samples: an open file that they would share, a generator.
-        datamodule: which of our DataModules would read its dataset sample by sample, so that a slow sample delays its
-            own batch only; None where none would, or one does.
-        changes: for each setting ``"now"``, ``"with the next iterator"``, or ``"refused because ..."``.
-        notes: what is worth a line in the report, such as an unknown version.
-    """
+    """A loader of a Trainer; None: not known."""
 
     kind: LoaderKind = "iterable"
-    name: str = ""
-    key: str = ""
-    work: Work = "training process"
-    num_workers: int | None = None
+    name: str = ""  # the class that the program uses: "WebLoader"
+    key: str = ""  # where it is in a CombinedLoader, "images" or "0"; empty: it is the only one
+    work: Work = "training process"  # where samples are read
+    num_workers: int | None = None  # processes, or threads of a graph of nodes; 0: the training process reads
     persistent_workers: bool | None = None
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
     batch_size: int | None = None
-    length: int | None = None
-    is_iterable: bool = False
-    keeps_state: bool = False
-    sharding: Literal["sampler", "dataset"] | None = None
-    shards: int | None = None
-    idle_workers: int = 0
-    duplicates: bool | None = None
-    caches: tuple[str, ...] = ()
-    unshared: str | None = None
+    length: int | None = None  # batches of an epoch, on this rank
+    is_iterable: bool = False  # read as a stream, so that workers decide who reads what
+    keeps_state: bool = False  # it has a ``state_dict`` that holds for its number of workers only
+    sharding: Literal["sampler", "dataset"] | None = None  # who divides samples among ranks and workers; None: nobody
+    shards: int | None = None  # files or parts of a stream, divided among this rank's workers
+    idle_workers: int = 0  # workers with no shard, or no batch, to read
+    duplicates: bool | None = None  # more workers would bring samples twice: its stream is not divided
+    caches: tuple[str, ...] = ()  # folders in which a stream keeps what it has downloaded
+    unshared: str | None = None  # why more workers would read other samples: a shared open file, a generator
+    # which of our DataModules would read its dataset sample by sample, so that a slow sample delays its own batch only;
+    # None where none would, or one does
     datamodule: str | None = None
+    # for each setting "now", "with the next iterator", or "refused because ..."
     changes: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # worth a line in the report, such as an unknown version

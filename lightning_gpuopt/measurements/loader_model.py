@@ -45,28 +45,17 @@ MIN_SPREAD: Final = 0.08
 
 @dataclass(frozen=True, slots=True)
 class LoaderModel:
-    """What a batch costs, and who consumes it. All in seconds per batch.
+    """What a batch costs, and who consumes it; in seconds per batch."""
 
-    Attributes:
-        service_s: wall time that a worker needs.
-        cpu_s: CPU time in it.
-        consumer_s: the step without its wait for data.
-        consumer_cpu_s: CPU time of the training process for a step, without loading.
-        cpus: CPUs that may be used at once, more where others leave them: (pessimistic, expected, optimistic).
-        receive_s: the training process's own cost of taking a batch from a worker: (low, mid, high); 0 where it was
-            measured, in the consumer's time.
-        spread: relative uncertainty of the times, for example 0.1.
-        unevenness: variance of a worker's time over the square of its mean.
-    """
-
-    service_s: float
-    cpu_s: float
-    consumer_s: float
-    consumer_cpu_s: float
-    cpus: Interval
+    service_s: float  # wall time that a worker needs
+    cpu_s: float  # CPU time in it
+    consumer_s: float  # the step without its wait for data
+    consumer_cpu_s: float  # CPU time of the training process for a step, without loading
+    cpus: Interval  # usable at once, more where others leave them: (pessimistic, expected, optimistic)
+    # own cost of taking a batch from a worker: (low, mid, high); 0: it is in the consumer's time
     receive_s: Interval = (0.0, 0.0, 0.0)
-    spread: float = MIN_SPREAD
-    unevenness: float = 0.0
+    spread: float = MIN_SPREAD  # relative uncertainty of the times, for example 0.1
+    unevenness: float = 0.0  # variance of a worker's time over the square of its mean
 
     def step_s(self, workers: int) -> Interval:
         """Seconds per step with so many workers: (optimistic, expected, pessimistic)."""
@@ -82,11 +71,7 @@ class LoaderModel:
         return low, mid, high
 
     def workers_needed(self, most: int | None = None) -> int:
-        """The smallest number of workers after which more would gain less than 3 %.
-
-        Args:
-            most: not more than so many.
-        """
+        """The smallest number of workers, at most ``most``, after which more would gain less than 3 %."""
         limit = most if most is not None else most_workers(self.cpus[2])
         best = self.step_s(limit)[1]
         # Some time to spare, so that one slow batch does not stall the step: the more, the slower it may be.
@@ -98,15 +83,7 @@ class LoaderModel:
 
 
 def next_workers(model: LoaderModel, now: int, most: int) -> int:
-    """The number of workers to have next, where a consumer waits for the ones that there are.
-
-    The one rule for what is advised after a run, and what is tried while it runs.
-
-    Args:
-        model: what a batch costs.
-        now: their number.
-        most: not more than so many.
-    """
+    """The number of workers to have next where a consumer waits: the one rule for advice after and trials in a run."""
     needed = model.workers_needed(most)
     return needed if needed > now else min(now + max(now // 2, 1), most)  # uneven batches: more of them ahead
 
@@ -119,18 +96,11 @@ def most_workers(cpus: float) -> int:
 def net_saving(
     workers: int, now: int, *, step_s: float, steps: int, set_up_s: float, cpus: float, speedup: float = math.inf
 ) -> float:
-    """Seconds that a number of workers saves, less those that starting them takes where they are not forked.
+    """Seconds that more workers save, less those that starting them takes where they are not forked.
 
-    They start side by side, as far as there are CPUs.
-
-    Args:
-        workers: their number.
-        now: workers that run, at least 1.
-        step_s: seconds of a step that become fewer with more workers.
-        steps: to come.
-        set_up_s: seconds in which the workers that run were started.
-        cpus: usable CPUs.
-        speedup: most that more workers can bring, as steps per second over now.
+    They start side by side, as far as there are CPUs. ``step_s`` are seconds of a step that become fewer with more
+    workers, ``set_up_s`` those in which the ``now`` running ones (at least 1) were started; ``speedup`` is the most
+    that more workers can bring, as steps per second over now.
     """
     starting_s = set_up_s / max(now / cpus, 1.0) * max(workers / cpus, 1.0)
     return steps * step_s * (1 - 1 / min(workers / now, speedup)) - starting_s
@@ -144,22 +114,18 @@ def receive_cost(batch_bytes: float) -> Interval:
 
 
 def taking(ready_s: Sequence[float]) -> float:
-    """What it costs the training process to take a batch, from the seconds that those took which seemed to lie ready.
+    """Seconds that taking a batch costs the training process: the end of the quickest quarter of those that lay ready.
 
-    The end of their quickest quarter: a batch in the queue may be another than the one whose turn it is.
+    A batch in the queue may be another than the one whose turn it is.
     """
     return sorted(ready_s)[len(ready_s) // 4]
 
 
 def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers: int, now: int) -> int:
-    """Batches that each worker should prepare ahead, to bridge a slow one.
+    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``.
 
-    Args:
-        mean_s: a worker's mean time for a batch.
-        unevenness: variance of that over the square of the mean.
-        consumer_s: the step without its wait for data.
-        workers: their number.
-        now: the ``prefetch_factor`` now; the answer is at least twice that.
+    ``unevenness`` is the variance of a worker's time over the square of its mean, ``consumer_s`` the step without its
+    wait for data.
     """
     consumer_s = max(consumer_s, mean_s / workers, 1e-6)
     slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))

@@ -11,25 +11,15 @@ from lightning_gpuopt.measurements.summed import Summed
 
 @dataclass(frozen=True, slots=True)
 class QueueTimes(Summed):
-    """What was seen at the fetches of the watched loaders, the first of each epoch left out.
-
-    Attributes:
-        fetches: fetches seen.
-        ready: batches that lay ready at the beginning of a fetch, summed over the fetches.
-        empty: fetches that began with nothing ready.
-        waits: fetches that had to wait.
-        wait_s: seconds of those.
-        late_wait_s: those of them that ended with nearly all other batches ready: one late batch held up the rest.
-        unpinned_wait_s: those that began with results of workers waiting for the pin-memory thread, and none pinned.
-    """
+    """What was seen at the fetches of the watched loaders, the first of each epoch left out."""
 
     fetches: int = 0
-    ready: int = 0
-    empty: int = 0
-    waits: int = 0
-    wait_s: float = 0.0
-    late_wait_s: float = 0.0
-    unpinned_wait_s: float = 0.0
+    ready: int = 0  # batches that lay ready at the beginning of a fetch, summed up
+    empty: int = 0  # fetches that began with nothing ready
+    waits: int = 0  # fetches that had to wait
+    wait_s: float = 0.0  # of those
+    late_wait_s: float = 0.0  # those that ended with nearly all other batches ready: one late batch held up the rest
+    unpinned_wait_s: float = 0.0  # those that began with unpinned results of workers, and none pinned
 
     @property
     def mean_ready(self) -> float | None:
@@ -39,29 +29,17 @@ class QueueTimes(Summed):
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes(Summed):
-    """What all workers of the watched loaders did, summed up. Without workers it is the training process itself.
-
-    Attributes:
-        batches: batches made.
-        data_wall_s: seconds spent in dataset access (``__getitem__``, ``__getitems__``, or the iterable's ``next``).
-        data_cpu_s: CPU seconds of the worker's own thread in it; far less than wall means blocked on I/O or a lock.
-        collate_wall_s: seconds spent in ``collate_fn``.
-        collate_cpu_s: CPU seconds in it.
-        bytes: bytes of the tensors and arrays in ``sized`` of the batches.
-        sized: batches whose bytes were counted.
-        squares_s2: sum of the squares of the seconds that each batch took, for their spread.
-        took: batches by the time that they took: bin ``n`` holds those of 2^(n/4) ns and more.
-    """
+    """What all workers of the watched loaders did, summed up; without workers it is the training process itself."""
 
     batches: int = 0
-    data_wall_s: float = 0.0
-    data_cpu_s: float = 0.0
+    data_wall_s: float = 0.0  # in dataset access: ``__getitem__``, ``__getitems__``, or the iterable's ``next``
+    data_cpu_s: float = 0.0  # of the worker's own thread in it; far less than wall means blocked on I/O or a lock
     collate_wall_s: float = 0.0
     collate_cpu_s: float = 0.0
-    bytes: int = 0
-    sized: int = 0
-    squares_s2: float = 0.0
-    took: dict[int, int] = field(default_factory=dict)
+    bytes: int = 0  # of the tensors and arrays in ``sized`` of the batches
+    sized: int = 0  # batches whose bytes were counted
+    squares_s2: float = 0.0  # sum of the squares of the seconds that each batch took, for their spread
+    took: dict[int, int] = field(default_factory=dict)  # batches by time: bin ``n`` holds those of 2^(n/4) ns and more
 
     @property
     def busy_s(self) -> float:
@@ -89,42 +67,25 @@ class WorkerTimes(Summed):
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes(Summed):
-    """What a loader did that decodes in a pipeline of its own, in threads of the training process and on the GPU.
-
-    Attributes:
-        batches: batches given.
-        wait_s: seconds for which the training process waited for the pipeline to finish a batch.
-        read_wait_s: seconds for which it waited for the files of a batch, to put them into the pipeline.
-        read_wall_s: seconds that the reading threads took, summed up.
-        read_cpu_s: CPU seconds of those threads; far less means blocked on storage.
-        decode_cpu_s: CPU seconds of the pipeline's own threads.
-    """
+    """What a loader did that decodes in a pipeline of its own, in threads of the training process and on the GPU."""
 
     batches: int = 0
-    wait_s: float = 0.0
-    read_wait_s: float = 0.0
-    read_wall_s: float = 0.0
-    read_cpu_s: float = 0.0
-    decode_cpu_s: float = 0.0
+    wait_s: float = 0.0  # the training process waited for the pipeline to finish a batch
+    read_wait_s: float = 0.0  # it waited for a batch's files, to put them into the pipeline
+    read_wall_s: float = 0.0  # of the reading threads, summed up
+    read_cpu_s: float = 0.0  # of those threads; far less means blocked on storage
+    decode_cpu_s: float = 0.0  # of the pipeline's own threads
 
 
 @dataclass(frozen=True, slots=True)
 class Pipelines:
-    """The training loaders that decode in pipelines of their own: their settings, and what they did together.
-
-    Attributes:
-        times: what they did, summed up.
-        num_threads: CPU threads of the pipelines, summed up.
-        on_gpu: whether one of them decodes on the GPU.
-        loaders: how many there are.
-        batch_size: samples of a batch, of the smallest; None where one does not say.
-    """
+    """The training loaders that decode in pipelines of their own: their settings, and what they did together."""
 
     times: PipelineTimes
-    num_threads: int
-    on_gpu: bool
+    num_threads: int  # CPU threads, summed up
+    on_gpu: bool  # whether one of them decodes on the GPU
     loaders: int = 1
-    batch_size: int | None = None
+    batch_size: int | None = None  # the smallest; None where one does not say
 
     @property
     def wait_s(self) -> float:
@@ -146,41 +107,26 @@ class Pipelines:
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """The settings of the training loaders that matter for the diagnosis.
+    """The settings of the training loaders that matter for the diagnosis."""
 
-    Attributes:
-        num_workers: worker processes over all loaders; None where a loader does not say (it is no DataLoader).
-        persistent_workers: whether workers live on from epoch to epoch.
-        prefetch_factor: batches that each worker prepares ahead; None without workers.
-        pin_memory: whether batches come in page-locked memory.
-        duplicates: whether more workers would bring samples twice: a loader has an ``IterableDataset`` that does not
-            divide its samples among them. None where all datasets are map-style.
-    """
-
-    num_workers: int | None = None
+    num_workers: int | None = None  # over all loaders; None where one does not say: no DataLoader
     persistent_workers: bool | None = None
-    prefetch_factor: int | None = None
+    prefetch_factor: int | None = None  # None without workers
     pin_memory: bool | None = None
+    # more workers would bring samples twice: an ``IterableDataset`` does not divide its samples; None where all
+    # datasets are map-style
     duplicates: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LoaderReading:
-    """What one training loader is, and has done so far.
-
-    Attributes:
-        loader: what it is.
-        facts: its settings.
-        workers: what was timed in its workers; None where nothing could be.
-        wait_s: seconds for which the training process waited for it; None where it is the only loader.
-        inner_s: seconds for which a loader of another kind waited for the DataLoader inside it; None where it is one.
-    """
+    """What one training loader is, and has done so far."""
 
     loader: LoaderDescription
     facts: LoaderFacts
-    workers: WorkerTimes | None = None
-    wait_s: float | None = None
-    inner_s: float | None = None
+    workers: WorkerTimes | None = None  # timed in its workers; None where nothing could be
+    wait_s: float | None = None  # the training process waited for it; None: it is the only loader
+    inner_s: float | None = None  # a loader of another kind waited for the DataLoader inside; None: it is one
 
     @property
     def busy_s(self) -> float:
@@ -199,11 +145,7 @@ class LoaderReading:
         )
 
     def waited_for(self, wait_s: float) -> LoaderReading:
-        """This loader by who does its work: where its own code is slow, not the workers inside it, these do not count.
-
-        Args:
-            wait_s: seconds for which the training process has waited for data.
-        """
+        """This loader by who does its work: where its own code is slow, not its workers, these do not count."""
         wait_s = wait_s if self.wait_s is None else self.wait_s
         if self.inner_s is None or self.inner_s >= wait_s / 2 or not self.facts.num_workers:
             return self
@@ -213,38 +155,20 @@ class LoaderReading:
 
 @dataclass(frozen=True, slots=True)
 class ImageSamples:
-    """The image files behind the training loader. What was not measured is None.
+    """The image files behind the training loader; None: not measured."""
 
-    Attributes:
-        own: whether a dataset of this package reads them: an image folder's or an LMDB's.
-        in_lmdb: whether they are stored in an LMDB of this package.
-        fast: whether the fast decoder reads them already.
-        crop_size: side in pixels of the square RGB images in a batch; None where a batch holds none.
-        batch_size: images in a batch.
-        small_size: shorter side in pixels of the images behind ``small_decode_s``.
-        read_s: seconds to read a file, from the page cache or from storage.
-        pil_decode_s: seconds in which PIL decodes an image.
-        pil_crop_s: seconds in which PIL crops and resizes it.
-        pil_float_s: seconds in which that becomes a float32 tensor.
-        fast_decode_s: seconds in which the fast decoder decodes, crops and resizes it; the tensor is uint8.
-        small_decode_s: the same, from the image as it is once made smaller.
-        file_bytes: mean bytes of a file.
-        width: median pixels.
-        height: median pixels.
-    """
-
-    own: bool = False
-    in_lmdb: bool = False
-    fast: bool = False
-    crop_size: int | None = None
-    batch_size: int | None = None
-    small_size: int | None = None
-    read_s: float | None = None
+    own: bool = False  # read by a dataset of this package: an image folder's or an LMDB's
+    in_lmdb: bool = False  # stored in an LMDB of this package
+    fast: bool = False  # whether the fast decoder reads them already
+    crop_size: int | None = None  # side in pixels of square RGB images in a batch; None: it holds none
+    batch_size: int | None = None  # images in a batch
+    small_size: int | None = None  # shorter side in pixels of the images behind ``small_decode_s``
+    read_s: float | None = None  # of a file, from the page cache or from storage
     pil_decode_s: float | None = None
-    pil_crop_s: float | None = None
-    pil_float_s: float | None = None
-    fast_decode_s: float | None = None
-    small_decode_s: float | None = None
-    file_bytes: float | None = None
-    width: int | None = None
-    height: int | None = None
+    pil_crop_s: float | None = None  # crop and resize
+    pil_float_s: float | None = None  # to a float32 tensor
+    fast_decode_s: float | None = None  # decode, crop and resize to a uint8 tensor
+    small_decode_s: float | None = None  # the same, from the image as it is once made smaller
+    file_bytes: float | None = None  # mean
+    width: int | None = None  # median, pixels
+    height: int | None = None  # median, pixels

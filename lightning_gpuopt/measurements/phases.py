@@ -56,40 +56,26 @@ STEP_HOOKS: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class PhaseTimes(Summed):
-    """Where the time of a stretch of training went, on the training thread.
+    """Where the time of a stretch of training went, on the training thread, in seconds."""
 
-    Attributes:
-        wall_s: length of the stretch, in seconds.
-        steps: training batches finished in it.
-        phases: exclusive seconds by phase; every phase is there, and they sum to ``wall_s``.
-        callbacks: exclusive seconds by hook of a callback or of the module, ``"MyCallback.on_train_batch_end"``; they
-            sum to ``phases["callbacks"]``.
-        epochs: epochs begun in it.
-        signal_broadcast_s: seconds in the broadcast, before each step under DDP, by which Lightning agrees on whether a
-            signal told it to stop; part of ``phases["other"]``.
-        first_fetch_s: seconds of the first fetch of each epoch; part of ``phases["epoch_setup"]``.
-        validation_setup_s: seconds from the beginning of each validation to its first batch; part of the validation.
-        validations: validations of which a first batch has come.
-        loops: seconds of Lightning's own loops and strategy, by part; they are in ``phases["other"]``.
-        collecting: seconds in which Python's garbage collector stopped a step, by what it stopped: a phase, or a hook
-            in ``callbacks``; they are part of its seconds.
-        compiling: the same of torch.compile.
-        batch_hooks: seconds of the module's and data module's hooks around the copy of a batch, by hook,
-            ``"MyModel.on_after_batch_transfer"``; part of ``phases["transfer"]``.
-    """
-
-    wall_s: float
-    steps: int
-    phases: dict[str, float]
+    wall_s: float  # length of the stretch
+    steps: int  # training batches finished in it
+    phases: dict[str, float]  # exclusive; every phase is there, and they sum to ``wall_s``
+    # exclusive, by hook, "MyCallback.on_train_batch_end"; they sum to ``phases["callbacks"]``
     callbacks: dict[str, float]
-    epochs: int
+    epochs: int  # epochs begun in it
+    # the broadcast before each step under DDP, by which Lightning agrees on whether a signal told it to stop; part of
+    # ``phases["other"]``
     signal_broadcast_s: float = 0.0
-    first_fetch_s: float = 0.0
-    validation_setup_s: float = 0.0
-    validations: int = 0
+    first_fetch_s: float = 0.0  # first fetch of each epoch; part of ``phases["epoch_setup"]``
+    validation_setup_s: float = 0.0  # from the beginning of each validation to its first batch; part of the validation
+    validations: int = 0  # validations of which a first batch has come
+    # Lightning's own loops and strategy, by part; in ``phases["other"]``
     loops: dict[str, float] = field(default_factory=dict)
+    # Python's garbage collector stopped a step, by what it stopped: a phase, or a hook; part of its seconds
     collecting: dict[str, float] = field(default_factory=dict)
-    compiling: dict[str, float] = field(default_factory=dict)
+    compiling: dict[str, float] = field(default_factory=dict)  # the same of torch.compile
+    # hooks around the copy of a batch, "MyModel.on_after_batch_transfer"; part of ``phases["transfer"]``
     batch_hooks: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -108,24 +94,16 @@ class PhaseTimes(Summed):
 
 @dataclass(frozen=True, slots=True)
 class WindowRecord:
-    """A window of the run, or several that follow each other, for what changes over the run.
-
-    Attributes:
-        steps: steps in it.
-        end_step: steps of the run until its end.
-        seconds: of its steps, without validation, checkpoints and the set-up of epochs, on a GPU by its own clock.
-        parts: seconds of those by what the device waited for or did: a phase, a hook, or ``"gpu_work"``.
-        held: what the process and the GPU held at its end, by name: ``rss_mib``, ``open_files``, ``threads``,
-            ``gpu_allocated_mib``, ``gpu_reserved_mib``, ``alloc_retries``, and the mean ``sm_clock_mhz``.
-        host: seconds that the host took to issue forward, backward and optimizer, where the device is a GPU.
-    """
+    """A window of the run, or several that follow each other, for what changes over the run."""
 
     steps: int
-    end_step: int
-    seconds: float
-    parts: dict[str, float]
+    end_step: int  # steps of the run until its end
+    seconds: float  # of its steps, without validation, checkpoints and the set-up of epochs; a GPU's own clock
+    parts: dict[str, float]  # seconds of those by what the device waited for or did: a phase, a hook, or "gpu_work"
+    # what process and GPU held at its end: ``rss_mib``, ``open_files``, ``threads``, ``gpu_allocated_mib``,
+    # ``gpu_reserved_mib``, ``alloc_retries``, and the mean ``sm_clock_mhz``
     held: dict[str, float] = field(default_factory=dict)
-    host: dict[str, float] = field(default_factory=dict)
+    host: dict[str, float] = field(default_factory=dict)  # seconds to issue forward, backward and optimizer, on a GPU
 
     def joined(self, later: WindowRecord) -> WindowRecord:
         """This and the one that follows as one."""
@@ -137,45 +115,25 @@ class WindowRecord:
 
 @dataclass(frozen=True, slots=True)
 class Outlier:
-    """A step that took much longer than the others of its kind.
+    """A step that took much longer than the others of its kind."""
 
-    Attributes:
-        step: number of the training batch in this run, from 0.
-        at_s: when it ended, in seconds since the timeline's start.
-        seconds: how long it took, without validation, checkpoints and the set-up of epochs.
-        phase: the phase in which it lost most, against the mean of the run.
-        phase_s: seconds that it spent in that phase.
-    """
-
-    step: int
-    at_s: float
-    seconds: float
-    phase: str
+    step: int  # number of the training batch in this run, from 0
+    at_s: float  # when it ended, since the timeline's start
+    seconds: float  # without validation, checkpoints and the set-up of epochs
+    phase: str  # the phase in which it lost most, against the mean of the run
     phase_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Distribution of step times after warm-up.
+    """Distribution of step times after warm-up."""
 
-    Attributes:
-        edges_s: lower edges of the bins that are not empty, in seconds, and the upper edge of the last.
-        counts: steps in each bin.
-        median_s: half of the steps took less.
-        p90_s: nine tenths took less.
-        p99_s: 99 of 100 took less.
-        slowest_s: the slowest.
-        outliers: the slowest outliers, in order of time; at most 100.
-        outlier_count: how many there were in all.
-        outlier_s: seconds that all of them took more than the median of their kind.
-    """
-
-    edges_s: tuple[float, ...] = ()
-    counts: tuple[int, ...] = ()
+    edges_s: tuple[float, ...] = ()  # lower edges of the bins that are not empty, and the upper edge of the last
+    counts: tuple[int, ...] = ()  # steps in each bin
     median_s: float | None = None
     p90_s: float | None = None
     p99_s: float | None = None
     slowest_s: float | None = None
-    outliers: tuple[Outlier, ...] = ()
-    outlier_count: int = 0
-    outlier_s: float = 0.0
+    outliers: tuple[Outlier, ...] = ()  # the slowest, in order of time; at most 100
+    outlier_count: int = 0  # in all
+    outlier_s: float = 0.0  # all of them took that much more than the median of their kind

@@ -29,13 +29,7 @@ class Summed:
 
 
 def added(first: dict[Any, Any], second: dict[Any, Any], sign: int = 1) -> dict[Any, Any]:
-    """The sum of two mappings of names to numbers, name by name; with ``sign=-1`` their difference.
-
-    Args:
-        first: a mapping.
-        second: what is added to it.
-        sign: 1 or -1.
-    """
+    """The sum of two mappings of names to numbers, name by name; with ``sign=-1`` their difference."""
     total = {name: value + sign * second.get(name, 0) for name, value in first.items()}
     if second.keys() - total.keys():
         total |= {name: sign * value for name, value in second.items() if name not in total}

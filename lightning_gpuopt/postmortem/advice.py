@@ -29,13 +29,7 @@ _SHM_ERRORS: Final = ("unable to write to file </torch_", "unable to allocate sh
 
 
 def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
-    """What is inferred and not known; empty where nothing is.
-
-    Args:
-        ended: how the run ended.
-        death: what ended it.
-        memory: before the end.
-    """
+    """What is inferred and not known; empty where nothing is."""
     silent = death.signal is None and death.code is None and death.error is None
     if ended == "killed":
         without = "only SIGKILL, or os._exit(), ends a process without a word" if silent else ""

@@ -74,17 +74,11 @@ def post_mortem_of(
     waits: Mapping[int, str] | None = None,
     ends: Mapping[tuple[str, int], ProcessEnd] | None = None,
 ) -> PostMortem:
-    """Why a run ended, or what it waits for.
+    """Why a run ended, or what it waits for; of several runs in ``records`` the last one counts.
 
-    Args:
-        records: of all its processes; of several runs, the last one counts.
-        now_s: Unix time in seconds.
-        is_alive: whether a record's process is there.
-        command: how the watched command ended; None where nobody watched, or where it runs.
-        hang: a hang that was found, and was not overcome; None: it is looked for in the records.
-        stacks: what ``faulthandler`` wrote of processes then, by process id.
-        waits: what they waited in, in the kernel, by process id.
-        ends: how ranks have ended, as far as that is known, by machine and process id.
+    ``now_s`` is Unix time. ``command`` is None where nobody watched, or where it runs; a ``hang`` of None is looked for
+    in the records. ``stacks`` are what ``faulthandler`` wrote and ``waits`` what was waited in, in the kernel, both by
+    process id; ``ends`` are known ends of ranks, by machine and process id.
     """
     records = [checked(each) for each in _last_run(records)]
     deaths = deaths_of(records, is_alive, command, ends)
@@ -208,7 +202,7 @@ def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
 
 
 def _late(first: Death, deaths: Sequence[Death], records: Sequence[FlightRecord]) -> FlightRecord | None:
-    """The rank that others have waited for, until a collective of theirs timed out; None where that is not known.
+    """The rank that others waited for, until a collective of theirs timed out; None where that is not known.
 
     Those that waited end by the same exception at about the same time. Who was in no collective does not.
     """

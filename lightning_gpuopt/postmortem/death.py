@@ -51,24 +51,15 @@ _LOST: Final = re.compile(
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """How a watched command ended.
+    """How a watched command ended."""
 
-    Attributes:
-        code: its exit code; where a signal has ended it, minus that signal's number.
-        at_s: when, as Unix time in seconds.
-        oom_kills: processes of our own cgroup that the kernel has ended for want of memory while it ran; None where
-            that could not be read.
-        signals: numbers of the signals that were sent to it while it ran.
-        pid: its process id: tells whether the code is a rank's own, or a launcher's; None where that is not known.
-        host: name of the machine that it ran on; None where that is not known.
-    """
-
-    code: int
-    at_s: float
+    code: int  # its exit code; where a signal has ended it, minus that signal's number
+    at_s: float  # Unix time
+    # processes of our own cgroup that the kernel ended for want of memory while it ran; None: not readable
     oom_kills: int | None = None
-    signals: tuple[int, ...] = ()
-    pid: int | None = None
-    host: str | None = None
+    signals: tuple[int, ...] = ()  # numbers of the signals that were sent to it while it ran
+    pid: int | None = None  # tells whether the code is a rank's own, or a launcher's; None: not known
+    host: str | None = None  # name of the machine that it ran on; None: not known
 
     def is_of(self, rank: FlightRecord) -> bool:
         """Whether the command is a rank's own process."""
@@ -77,45 +68,27 @@ class CommandEnd:
 
 @dataclass(frozen=True)
 class ProcessEnd:
-    """How a rank has ended, as the kernel said while its parent had not asked.
+    """How a rank has ended, as the kernel said while its parent had not asked."""
 
-    Attributes:
-        code: its exit code; where a signal has ended it, minus that signal's number.
-        at_s: when, as Unix time in seconds.
-    """
-
-    code: int
-    at_s: float
+    code: int  # its exit code; where a signal has ended it, minus that signal's number
+    at_s: float  # Unix time
 
 
 @dataclass(frozen=True)
 class Death:
-    """What ended a rank.
+    """What ended a rank."""
 
-    Attributes:
-        process: the process that it began with: the rank, or a worker of it.
-        rank: record of the rank.
-        record: of the process; None where there is none.
-        at_s: when, as Unix time in seconds; of a process that vanished, when it last wrote.
-        kind: ``PLAIN``, ``SILENT`` or ``ECHO``.
-        signal: what ended the process; None where none did, or that is not known.
-        code: its exit code; None likewise.
-        error: the event of the exception; empty where there was none.
-        where: the line that it was at; None where that is not known.
-        index: the sample that it read; None likewise.
-        caught: an exception that had ended ``fit`` before, after which the script went on; None where there was none.
-    """
-
-    process: Process
-    rank: FlightRecord
-    record: FlightRecord | None
-    at_s: float
-    kind: int = PLAIN
-    signal: int | None = None
-    code: int | None = None
-    error: Mapping[str, Any] | None = None
-    where: str | None = None
-    index: int | str | None = None
+    process: Process  # the one that it began with: the rank, or a worker of it
+    rank: FlightRecord  # record of the rank
+    record: FlightRecord | None  # of the process; None where there is none
+    at_s: float  # Unix time; of a process that vanished, when it last wrote
+    kind: int = PLAIN  # ``PLAIN``, ``SILENT`` or ``ECHO``
+    signal: int | None = None  # what ended the process; None: none did, or not known
+    code: int | None = None  # its exit code; None likewise
+    error: Mapping[str, Any] | None = None  # the event of the exception; empty where there was none
+    where: str | None = None  # the line that it was at; None: not known
+    index: int | str | None = None  # the sample that it read; None: not known
+    # an exception that had ended ``fit`` before, after which the script went on
     caught: Mapping[str, Any] | None = None
 
     @property
@@ -125,13 +98,7 @@ class Death:
 
 
 def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, Any]) -> Death:
-    """An exception as what ended a rank.
-
-    Args:
-        record: of the process that raised it.
-        rank: of the rank.
-        error: the event.
-    """
+    """An exception, by its event, as what ended a rank."""
     kind = type_of(error)
     text = f"{error.get('type', '')}: {error.get('message', '')}"
     echo = kind == "SIGTERMException" or (record.worker is None and _LOST.search(text) is not None)

@@ -41,11 +41,7 @@ def deaths_of(
 ) -> list[Death]:
     """What ended each rank that has ended otherwise than well, the first of all at the beginning.
 
-    Args:
-        records: of one run.
-        is_alive: whether a record's process is there.
-        command: how the command ended; None where nobody watched.
-        ends: of the ranks of which that is known, by machine and process id.
+    ``command`` is None where nobody watched; ``ends`` are known ends of ranks, by machine and process id.
     """
     ranks = [record for record in records if record.worker is None]
     gone = [rank for rank in ranks if rank.ended == "" and not is_alive(rank) and not errors_of(rank)]

@@ -42,11 +42,7 @@ _KNOWN: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 
 def checked(record: FlightRecord) -> FlightRecord:
-    """The record without what its events have of wrong types: fewer facts, never an error.
-
-    Args:
-        record: of a process.
-    """
+    """The record without what its events have of wrong types: fewer facts, never an error."""
     events = tuple(_checked(each) for each in record.events if isinstance(each, Mapping) and _has_time(each))
     return replace(record, events=events)
 

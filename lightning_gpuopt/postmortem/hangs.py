@@ -21,42 +21,25 @@ _LOCKS: Final = ("/threading.py", "/multiprocessing/synchronize.py", "/logging/_
 
 @dataclass(frozen=True)
 class Hang:
-    """A run without progress.
+    """A run without progress."""
 
-    Attributes:
-        rank: the rank that has made none for longest.
-        pid: its process id.
-        since_s: when it last did, or began what is open, as Unix time in seconds.
-        quiet_s: seconds since then.
-        limit_s: seconds that count as a hang.
-    """
-
-    rank: int
+    rank: int  # the rank that has made none for longest
     pid: int
-    since_s: float
-    quiet_s: float
-    limit_s: float
+    since_s: float  # Unix time when it last did, or began what is open
+    quiet_s: float  # seconds since then
+    limit_s: float  # seconds that count as a hang
 
 
 @dataclass(frozen=True)
 class HangDescription:
-    """Who holds a run up.
+    """Who holds a run up."""
 
-    Attributes:
-        text: what each rank and the worker in turn does, a line each.
-        process: the process that is held to be stuck.
-        where: the line that it is at; None where that is not known.
-        index: the sample that it reads; None likewise.
-        likely: what is inferred; empty: nothing.
-        advice: what to change.
-    """
-
-    text: str
-    process: Process | None = None
-    where: str | None = None
-    index: int | str | None = None
-    likely: str = ""
-    advice: str = ""
+    text: str  # what each rank and the worker in turn does, a line each
+    process: Process | None = None  # the one that is held to be stuck
+    where: str | None = None  # the line that it is at; None: not known
+    index: int | str | None = None  # the sample that it reads; None: not known
+    likely: str = ""  # what is inferred
+    advice: str = ""  # what to change
 
 
 def hang_of(
@@ -69,14 +52,9 @@ def hang_of(
 ) -> Hang | None:
     """The rank that has made no progress for too long, the one that is longest without it.
 
-    Too long is what its detector was told (``hang_timeout``). Where it was told nothing, the other arguments count.
-
-    Args:
-        records: of processes that are alive; workers are ignored.
-        now_s: Unix time in seconds.
-        least_s: seconds without progress that are no hang yet.
-        times_longest: as many times the longest that progress has taken so far.
-        first_s: seconds before the first step.
+    Too long is what its detector was told (``hang_timeout``). Where it was told nothing, it is at least ``least_s``,
+    and ``times_longest`` the longest that progress has taken so far, or ``first_s`` before the first step. Records are
+    of processes that are alive; workers are ignored. ``now_s`` is Unix time.
     """
     stuck = []
     for record in records:
@@ -114,13 +92,7 @@ class _Rank:
 def describe_hang(
     records: Sequence[FlightRecord], stacks: Mapping[int, str], waits: Mapping[int, str]
 ) -> HangDescription:
-    """Who holds a run up, from the stacks of its processes.
-
-    Args:
-        records: of the run.
-        stacks: what ``faulthandler`` wrote of each process, by process id.
-        waits: what each process waits in, in the kernel (``wchan``), by process id; empty where that cannot be read.
-    """
+    """Who holds a run up, by stacks of ``faulthandler`` and ``wchan`` (empty: not readable), both by process id."""
     several = max((each.world_size for each in records), default=1) > 1
     ranks = [_rank(record, stacks, several) for record in records if record.worker is None]
     if not ranks:

@@ -44,31 +44,17 @@ _OF_THE_MACHINE: Final = {
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known of memory before the end of a process.
+    """What is known of memory before the end of a process."""
 
-    Attributes:
-        figures: as ``PostMortem.memory``.
-        near: why memory was short, with figures; empty where it was not.
-        shm_full: likewise for ``/dev/shm``.
-        grown: how private memory of the process has grown, with figures; empty where it has not.
-        leak: the container that explains it, for people; empty where none is known to.
-    """
-
-    figures: dict[str, Any]
-    near: str = ""
-    shm_full: str = ""
-    grown: str = ""
-    leak: str = ""
+    figures: dict[str, Any]  # as ``PostMortem.memory``
+    near: str = ""  # why memory was short, with figures; empty where it was not
+    shm_full: str = ""  # likewise for ``/dev/shm``
+    grown: str = ""  # how private memory of the process has grown, with figures
+    leak: str = ""  # the container that explains it, for people
 
 
 def oom_kills(records: Sequence[FlightRecord], host: str, of_command: int | None) -> int | None:
-    """By how much the kernel's counter has risen; None where nobody could read it.
-
-    Args:
-        records: of the run.
-        host: of the process that ended.
-        of_command: by how much it has risen in the command's own cgroup.
-    """
+    """By how much the kernel's counter has risen, also in the command's own cgroup; None where nobody could read it."""
     rises = [of_command]
     for record in records:  # ranks of one machine may have cgroups of their own
         known = [each.oom_kills for each in record.memory if each.oom_kills is not None]
@@ -80,14 +66,7 @@ def oom_kills(records: Sequence[FlightRecord], host: str, of_command: int | None
 def memory_of(
     record: FlightRecord | None, records: Sequence[FlightRecord], at_s: float, kills: int | None = None
 ) -> Memory:
-    """What is known of memory before the end of a process.
-
-    Args:
-        record: of the process; None where there is none.
-        records: of the run.
-        at_s: when it ended, as Unix time in seconds.
-        kills: from :func:`oom_kills`.
-    """
+    """What is known of memory before the end of a process at ``at_s`` (Unix); ``kills``: see :func:`oom_kills`."""
     own = _until(record.memory, at_s) if record is not None else []
     host = record.host if record is not None else None
     machine = sorted(

@@ -33,46 +33,29 @@ Ended = Literal[
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run.
+    """A process of a run."""
 
-    Attributes:
-        rank: the global rank; of a worker, of the training process that it works for.
-        worker: a worker's number; -1 for one whose number is not known, None for a training process.
-        pid: process id; None where it is not known.
-    """
-
-    rank: int
-    worker: int | None = None
-    pid: int | None = None
+    rank: int  # global; of a worker, of the training process that it works for
+    worker: int | None = None  # a worker's number; -1: not known, None: a training process
+    pid: int | None = None  # None: not known
 
 
 @dataclass(frozen=True)
 class PostMortem:
-    """Why a run died, or hangs. Guide: ``docs/it-died.md``, ``docs/it-hangs.md``.
+    """Why a run died, or hangs. Guide: ``docs/it-died.md``, ``docs/it-hangs.md``."""
 
-    Attributes:
-        ended: what ended it; ``"unknown"`` also for a run that goes on.
-        process: the process that it began with; None where that is not known.
-        where: the line that this process was at, as ``"Photos.__getitem__ (data.py:41)"``; None where not known.
-        index: key of the sample that it read; None where it read none, or that is not known.
-        signal: number of the signal that ended it; None where none did, or that is not known.
-        memory: limits and last readings before the end, in bytes where the name says so; ``curve`` has
-            ``[seconds before the end, bytes]``, oldest first, of what ``curve_of`` names: ``"cgroup"`` (what our memory
-            cgroup uses, without file cache) or ``"process"`` (what is resident of this process).
-        likely: what is inferred and not known; empty: nothing.
-        advice: what to change; empty: nothing.
-        text: all of it in words, several lines.
-    """
-
-    ended: Ended
-    process: Process | None = None
-    where: str | None = None
-    index: int | str | None = None
-    signal: int | None = None
+    ended: Ended  # what ended it; "unknown" also for a run that goes on
+    process: Process | None = None  # the one that it began with; None: not known
+    where: str | None = None  # the line that this process was at, "Photos.__getitem__ (data.py:41)"; None: not known
+    index: int | str | None = None  # key of the sample that it read; None: it read none, or not known
+    signal: int | None = None  # number of the signal that ended it; None: none did, or not known
+    # limits and last readings, in bytes where the name says so; ``curve`` has ``[seconds before the end, bytes]``,
+    # oldest first, of what ``curve_of`` names: "cgroup" (what our memory cgroup uses, without file cache) or "process"
+    # (what is resident of this process)
     memory: Mapping[str, Any] = field(default_factory=dict)
-    likely: str = ""
-    advice: str = ""
-    text: str = ""
+    likely: str = ""  # what is inferred and not known; empty: nothing
+    advice: str = ""  # what to change; empty: nothing
+    text: str = ""  # all of it in words, several lines
 
     def to_json(self) -> str:
         """All of it as JSON text; what is not known is null, and absent in ``memory``."""
@@ -80,14 +63,7 @@ class PostMortem:
 
     @classmethod
     def from_json(cls, text: str) -> PostMortem:
-        """Read what :meth:`to_json` wrote.
-
-        Args:
-            text: the JSON text.
-
-        Raises:
-            ValueError: the text is no post-mortem.
-        """
+        """Read what :meth:`to_json` wrote; ValueError where the text is no post-mortem."""
         try:
             data = json.loads(text)
             process = data.pop("process")
@@ -99,12 +75,5 @@ class PostMortem:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_json` to a file, whole or not at all.
-
-        Args:
-            path: the file.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Write :meth:`to_json` to a file, whole or not at all; OSError where it cannot be written."""
         write_whole(Path(path), self.to_json() + "\n")

@@ -44,15 +44,9 @@ COLLECTIVES: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A frame of a stack.
+    """A frame of a stack; ``line`` is the one under way."""
 
-    Attributes:
-        name: the function, without its class.
-        file: its file.
-        line: the line under way.
-    """
-
-    name: str
+    name: str  # the function, without its class
     file: str
     line: int
 
@@ -66,9 +60,8 @@ class Frame:
     def at(self, *places: str) -> str:
         """In a sentence: ``"Photos.__getitem__ (data.py:41)"``.
 
-        Args:
-            *places: where the same process was seen before, or begins to read: they may know the class. Of several
-                methods of that name it is the one that is next above the line.
+        Places where the same process was seen before, or begins to read, may know the class. Of several methods of that
+        name it is the one that is next above the line.
         """
         file = short(self.file)
         known = [found for place in places if (found := _PLACE.fullmatch(place)) is not None and found["file"] == file]
@@ -136,11 +129,9 @@ def traceback_frame(text: str) -> Frame | None:
 
 
 def collective_of(frames: list[Frame], several: bool) -> str:
-    """The collective that a thread waits in; empty: in none.
+    """The collective that a thread waits in, by its frames, innermost first; empty: in none.
 
-    Args:
-        frames: its frames, innermost first.
-        several: whether the run has several ranks: a backward pass waits for theirs.
+    Where the run has several ranks, a backward pass waits for theirs.
     """
     for frame in frames:
         file = frame.file.replace(os.sep, "/")

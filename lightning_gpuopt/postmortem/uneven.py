@@ -11,19 +11,12 @@ from lightning_gpuopt.postmortem.wording import ranks as in_words
 
 @dataclass(frozen=True)
 class Uneven:
-    """Ranks that ended their epoch before others.
+    """Ranks that ended their epoch before others."""
 
-    Attributes:
-        early: those ranks, the one with the fewest batches first.
-        others: the ranks that were left.
-        fewest: batches of the first of them.
-        most: batches of the rank with the most; None where that is not known.
-    """
-
-    early: tuple[FlightRecord, ...]
-    others: tuple[FlightRecord, ...]
-    fewest: int
-    most: int | None
+    early: tuple[FlightRecord, ...]  # those ranks, the one with the fewest batches first
+    others: tuple[FlightRecord, ...]  # the ranks that were left
+    fewest: int  # batches of the first of ``early``
+    most: int | None  # batches of the rank with the most; None: not known
 
     @property
     def text(self) -> str:
@@ -36,11 +29,7 @@ class Uneven:
 
 
 def uneven_of(ranks: Sequence[FlightRecord]) -> Uneven | None:
-    """Which ranks have left an epoch that others are still in.
-
-    Args:
-        ranks: records of training processes.
-    """
+    """Which ranks have left an epoch that others are still in, by records of training processes."""
     if len(ranks) < 2:
         return None
     numbers = _numbers(ranks)

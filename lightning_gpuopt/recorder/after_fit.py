@@ -36,12 +36,7 @@ def watch_this_process() -> None:
 
 
 def watch_for_the_end(ring: Ring, known: dict[str, Any]) -> None:
-    """Have a ring say whether the exception that ended its ``fit`` was caught.
-
-    Args:
-        ring: of the rank.
-        known: the exception, see :func:`~lightning_gpuopt.recorder.worker.described`.
-    """
+    """Have a ring say whether the exception that ended its ``fit`` (``known``: see :func:`described`) was caught."""
     _failed[:] = [(ring, known)]
     _watch(os.getpid())
 
@@ -61,11 +56,7 @@ def _at_exit(pid: int) -> None:
 
 
 def _look(error: BaseException | None) -> None:
-    """Note what has become of the last exception.
-
-    Args:
-        error: which has come to the top of the script; None: none has.
-    """
+    """Note what has become of the last exception; ``error`` has come to the top of the script (None: none has)."""
     for ring, known in _failed:
         same = any(_like(each) == (known["type"], known["message"]) for each in _causes(error))
         ring.numbers[AT["caught"]] = NOT_CAUGHT if same else CAUGHT

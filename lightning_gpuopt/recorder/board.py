@@ -23,13 +23,8 @@ _NAME: Final = "gpuopt-recorder"
 class Board:
     """Rings in anonymous memory: it goes with the last process that holds it, and is not limited by ``/dev/shm``.
 
-    Forked workers have it from their parent; one that is spawned is handed the descriptor.
-
-    Raises:
-        OSError: the system gives no such memory.
-
-    Attributes:
-        file: its descriptor.
+    Forked workers have it from their parent; one that is spawned is handed the descriptor ``file``. OSError: the system
+    gives no such memory.
     """
 
     def __init__(self) -> None:
@@ -48,12 +43,7 @@ class Board:
         self.rank = Ring(self._memory[:RANK_BYTES])
 
     def slot(self, loader: str, worker: int) -> int | None:
-        """Which of the workers' rings is a worker's: the same one again for its successor; None where all are taken.
-
-        Args:
-            loader: name of the loader.
-            worker: its number in the loader.
-        """
+        """Which of the workers' rings is a worker's: the same one again for its successor; None where all are taken."""
         if (loader, worker) not in self._slots and len(self._slots) >= MAX_WORKERS:
             return None
         return self._slots.setdefault((loader, worker), len(self._slots))
@@ -72,11 +62,7 @@ class Board:
         return self._memory[at : at + WORKER_BYTES]
 
     def copy_of(self, slot: int | None) -> memoryview | None:
-        """The bytes of a ring, as they are; None where nobody has begun it.
-
-        Args:
-            slot: of a worker; None: the training process's own.
-        """
+        """The bytes of a ring (None: the training process's own), as they are; None where nobody has begun it."""
         part = self._memory[:RANK_BYTES] if slot is None else self._part(slot)
         return part if is_used(part) else None
 
@@ -89,11 +75,7 @@ class Board:
         self._handed, self._slots = state["file"], state["slots"]
 
     def open(self) -> None:
-        """Called in a worker that was handed the descriptor; does nothing in one that was forked.
-
-        Raises:
-            OSError: it is of no use.
-        """
+        """Called in a worker that was handed the descriptor, not forked; OSError where it is of no use."""
         if self._handed is not None:
             self.file = self._handed.detach()
             self._handed = None

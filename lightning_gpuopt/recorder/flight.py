@@ -80,17 +80,8 @@ _STEPS_OF: Final = {
 class FlightRecorder:
     """Records one ``fit``, ``validate``, ``test`` or ``predict``, from its set-up to its end.
 
-    Args:
-        trainer: the Trainer, in ``setup``.
-        folder: where rings are written to; None: nowhere. Under ``watch`` they go to its folder.
-        stage: what is recorded, as ``setup`` is told.
-
-    Attributes:
-        each_second: called on the recorder's thread.
-        memory: what has been read of memory.
-
-    Raises:
-        OSError: there is no memory for rings, as on other systems than Linux.
+    Rings are written to ``folder`` (None: nowhere), under ``watch`` to its folder. ``each_second`` is called on the
+    recorder's thread. OSError: there is no memory for rings, as on other systems than Linux.
     """
 
     def __init__(self, trainer: Trainer, folder: Path | None, stage: str = "fit") -> None:
@@ -197,11 +188,7 @@ class FlightRecorder:
         self._numbers[_SLOT] = 0
 
     def progress(self, doing: Doing) -> None:
-        """Something was finished, and something else begins.
-
-        Args:
-            doing: what begins.
-        """
+        """Something was finished, and ``doing`` begins."""
         numbers = self._numbers
         now = time.monotonic_ns()
         numbers[_LONGEST] = max(numbers[_LONGEST], now - numbers[_PROGRESS])
@@ -209,20 +196,12 @@ class FlightRecorder:
         numbers[_DOING] = DOING.index(doing)
 
     def begins(self, doing: Doing) -> None:
-        """Something begins, and nothing was finished.
-
-        Args:
-            doing: what.
-        """
+        """``doing`` begins, and nothing was finished."""
         self._numbers[_SINCE] = time.monotonic_ns()
         self._numbers[_DOING] = DOING.index(doing)
 
     def hangs_after(self, timeout_s: float | None) -> None:
-        """Note from when on no progress is a hang, for whoever reads the ring.
-
-        Args:
-            timeout_s: seconds; None: it is not looked for any more.
-        """
+        """Note how long without progress is a hang, for who reads the ring; None: it is not looked for any more."""
         if self.goes_on:  # what has ended stays as it was
             self._numbers[AT["hang_ns"]] = int((timeout_s or 0.0) * 1e9)
             self._due.set()  # a call that keeps the interpreter's lock may come before the next beat
@@ -243,9 +222,7 @@ class FlightRecorder:
     def follow(self, timeline: SlotClock, owners: Sequence[object]) -> None:
         """Keep which slot of a timeline is open: of the places that were seen, the one in that slot is where it died.
 
-        Args:
-            timeline: of the training thread.
-            owners: the callbacks, and whoever else has hooks of the user's own; the module last.
+        ``owners`` are the callbacks, and whoever else has hooks of the user's own; the module last.
         """
         self._owners = owners
         self._name_slots(timeline)
@@ -273,12 +250,7 @@ class FlightRecorder:
         self._named = timeline.slots
 
     def note(self, event: str, **known: Any) -> None:
-        """Log an event.
-
-        Args:
-            event: one of :data:`~lightning_gpuopt.measurements.flight.EVENTS`.
-            **known: what JSON can hold.
-        """
+        """Log one of :data:`~lightning_gpuopt.measurements.flight.EVENTS`, with what JSON can hold."""
         self._ring.log(event, **known)
 
     @property

@@ -25,15 +25,10 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who watches this process.
+    """Who watches this process."""
 
-    Attributes:
-        folder: where rings are written to.
-        address: name of an abstract socket, without the leading zero byte; empty: rings are not taken.
-    """
-
-    folder: str
-    address: str = ""
+    folder: str  # where rings are written to
+    address: str = ""  # abstract socket's name, without the leading zero byte; empty: rings are not taken
 
     @staticmethod
     def of_this_process() -> Watcher | None:
@@ -48,11 +43,7 @@ class Watcher:
         return {**before, VARIABLE: json.dumps(asdict(self))}
 
     def give(self, file: int) -> bool:
-        """Hand over a descriptor; returns whether it was taken. Waits two seconds at most.
-
-        Args:
-            file: of the rings.
-        """
+        """Hand over a descriptor of rings; returns whether it was taken. Waits two seconds at most."""
         if not self.address:
             return False
         try:
@@ -67,14 +58,7 @@ class Watcher:
 
 
 class Taker:
-    """Takes the rings that are handed over.
-
-    Raises:
-        OSError: there are no such sockets here.
-
-    Attributes:
-        address: of the socket.
-    """
+    """Takes the rings that are handed over, at the socket ``address``; OSError where there are no such sockets."""
 
     def __init__(self) -> None:
         self.address = f"gpuopt-{os.getpid()}-{secrets.token_hex(8)}"

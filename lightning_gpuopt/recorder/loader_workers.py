@@ -41,17 +41,7 @@ _DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d+(?:, ?
 
 
 class LoaderWorkers:
-    """Subscribes to a Trainer's loaders.
-
-    Args:
-        board: the rings.
-        words: what each worker's ring says in words.
-        numbers: and in numbers.
-        stacks: has processes write their stacks; None: nothing does.
-
-    Attributes:
-        reading: what this process reads itself, of a loader without workers; None: nothing so far.
-    """
+    """Subscribes to a Trainer's loaders, and gives each worker's ring its ``words`` and ``numbers``."""
 
     def __init__(
         self, board: Board, words: dict[str, str], numbers: dict[str, int], stacks: StackWriter | None
@@ -132,12 +122,7 @@ class LoaderWorkers:
                 self._dead.discard(slot)
 
     def turn(self, kind: str, *, look_for_new: bool) -> int:
-        """1 + the worker whose batch the loop waits for; 0 where it waits for none.
-
-        Args:
-            kind: of loaders: ``"train"`` or ``"validation"``.
-            look_for_new: see whether workers were added.
-        """
+        """1 + the worker whose batch the loop waits for, of ``"train"`` or ``"validation"`` loaders; 0: none."""
         for name, iterators in list(self._iterators.items()):
             for iterator in [each() for each in iterators if name.startswith(kind)]:
                 if iterator is None or not has_queues(iterator):
@@ -178,13 +163,9 @@ class LoaderWorkers:
                 self._board.rank.log("worker_died", **death)
 
     def await_death(self, message: str, raised_in: str) -> None:
-        """See which has died, where an exception says that one has.
+        """See which has died, where an exception's ``message``, from frame ``raised_in``, says that one has.
 
         What it leaves open is closed before its parent can see its end.
-
-        Args:
-            message: of the exception that ends ``fit``.
-            raised_in: its innermost frame, as ``"recv (connection.py:379)"``.
         """
         named = {int(pid) for found in _DIED.finditer(message) for pid in found["pids"].split(",")}
         pipe = bool(self._workers) and any(f"{each}:" in raised_in for each in PIPE_FILES)

@@ -30,26 +30,15 @@ _MANY_FILES: Final = 4096
 
 
 class PrivateMemory(NamedTuple):
-    """What a worker has of its own; names as in a :class:`~lightning_gpuopt.measurements.flight.MemoryReading`.
+    """What a worker has of its own; names as in a :class:`~lightning_gpuopt.measurements.flight.MemoryReading`."""
 
-    Attributes:
-        samples: that it had read.
-        private: bytes.
-        anonymous: bytes; None where it is not known.
-    """
-
-    samples: int
-    private: int
-    anonymous: int | None
+    samples: int  # that it had read
+    private: int  # bytes
+    anonymous: int | None  # bytes; None: not known
 
 
 def in_ring(first: PrivateMemory, now: PrivateMemory) -> str:
-    """The word ``memory`` of a worker's ring.
-
-    Args:
-        first: at the beginning of the worker.
-        now: the newest reading.
-    """
+    """The word ``memory`` of a worker's ring, from its first and its newest reading."""
     return json.dumps([first, now], separators=(",", ":"))
 
 
@@ -82,18 +71,7 @@ class Series:
 
 
 class MemoryLog:
-    """Reads memory, shared memory and descriptors.
-
-    Args:
-        board: the rings.
-        device: of the rank.
-        files: where the kernel's counters are.
-        clock: seconds, monotonic.
-
-    Attributes:
-        rank: the readings of the training process.
-        workers: those of its workers that run, by ring: loader, number in it, process id, readings.
-    """
+    """Reads memory, shared memory and descriptors; ``workers`` by ring: loader, number in it, process id, readings."""
 
     def __init__(
         self,
@@ -114,11 +92,7 @@ class MemoryLog:
         self.workers: dict[int, tuple[str, int, int, Series]] = {}
 
     def read(self, workers: Mapping[int, tuple[int, str, int]]) -> None:
-        """Take a reading of all.
-
-        Args:
-            workers: process id, loader and number in it, by ring.
-        """
+        """Take a reading of all; ``workers`` by ring: process id, loader and number in it."""
         now_s = self._clock() + self._offset_s
         own = self._own(now_s)
         self._note_use(own.shm_free, own.files)
@@ -150,11 +124,7 @@ class MemoryLog:
         self._most_files = max(self._most_files, files or 0)
 
     def note_leak(self, leak: str) -> None:
-        """Note what grows in the training process.
-
-        Args:
-            leak: for people; empty: nothing is known to.
-        """
+        """Note what grows in the training process, for people; empty: nothing is known to."""
         if leak != self._leak:
             self._leak = leak
             self._board.rank.write("leak", leak)

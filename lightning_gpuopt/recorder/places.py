@@ -30,11 +30,7 @@ def nested(dataset: Any) -> Iterator[Any]:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Where a thread is: the innermost frame of the user's own, else of a library; empty where only loops are.
-
-    Args:
-        frame: the thread's innermost frame.
-    """
+    """Where a thread is: the innermost frame of the user's own, else of a library; empty where only loops are."""
     calls = calls_of(raw_frames(frame))
     libraries = (each for each in calls if not is_pythons(each.file) and not each.file.startswith(_OURS))
     return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
@@ -46,12 +42,7 @@ def place_of_reading(dataset: object) -> str:
 
 
 def place_of_methods(names: Sequence[str], *owners: object) -> str:
-    """Where the first of some methods is that is the user's own; empty where none is.
-
-    Args:
-        names: of the methods.
-        owners: objects that may have them.
-    """
+    """Where the first of some methods is that is the user's own; empty where none is."""
     for owner in owners:
         for name in names:
             function: Any = getattr(type(owner), name, None)

@@ -24,20 +24,7 @@ MAX_WAIT_S: Final = 10.0
 
 
 class RankFiles:
-    """Use :meth:`open`.
-
-    Args:
-        path: of the rings' file; its folder is made.
-        run: name of the run.
-        rank: global rank.
-        board: the rings.
-
-    Raises:
-        OSError: the files cannot be made.
-
-    Attributes:
-        stacks: writes the stacks of this process.
-    """
+    """Use :meth:`open`; ``path`` is the rings' file, whose folder is made. OSError: the files cannot be made."""
 
     def __init__(self, path: Path, run: str, rank: int, board: Board) -> None:
         self._run = run
@@ -56,14 +43,7 @@ class RankFiles:
 
     @classmethod
     def open(cls, path: Path, run: str, rank: int, board: Board) -> RankFiles | None:
-        """Make the files; None where that fails, or nothing answers: the rings are in memory still.
-
-        Args:
-            path: see the class, also for the others.
-            run: name.
-            rank: number.
-            board: rings.
-        """
+        """Make the files; None where that fails, or nothing answers: the rings are in memory still."""
 
         def make(still_wanted: Callable[[], float]) -> RankFiles:
             files = cls(path, run, rank, board)

@@ -44,11 +44,7 @@ _FIELDS: Final = frozenset(each.name for each in fields(MemoryReading)) - {"at_s
 
 
 def records_in(folder: Path) -> list[FlightRecord]:
-    """The records of all rings in a folder, in its folder ``recorder``, and in those one level below.
-
-    Args:
-        folder: such as a report's folder, or that of a watched run.
-    """
+    """The records of all rings in a folder, such as a report's, in its ``recorder``, and in those one level below."""
     found: list[FlightRecord] = []
     for path in ring_files(folder):
         try:
@@ -66,14 +62,7 @@ def ring_files(folder: Path) -> list[Path]:
 
 
 def records_of(file: int) -> list[FlightRecord]:
-    """The records of a training process and its workers.
-
-    Args:
-        file: descriptor of its rings' memory, or of a file that is a copy of it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """The records of a training process and its workers, from its rings' memory or a copy; may raise OSError."""
     data = os.pread(file, RANK_BYTES, 0)
     offset_s = wall_offset_s(data)  # one for all, or what came first could come last
     rank = record_of(data, offset_s)
@@ -129,12 +118,7 @@ def header_in(path: Path) -> FlightRecord | None:
 
 
 def writes_elsewhere(record: FlightRecord, now_s: float) -> bool:
-    """Whether a process of another machine counts as alive: a file server may be behind.
-
-    Args:
-        record: of the process.
-        now_s: Unix time in seconds.
-    """
+    """Whether a process of another machine counts as alive at this Unix time: a file server may be behind."""
     return record.host != socket.gethostname() and now_s - record.written_s < _ELSEWHERE_S
 
 

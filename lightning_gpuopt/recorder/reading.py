@@ -43,14 +43,9 @@ _READS, _COLLATES, _WAITS = (DOING.index(each) for each in (READS, COLLATES, WAI
 class Reading:
     """What a process reads of a dataset, batch by batch; it stands in for a batch's keys while they are gone through.
 
-    Args:
-        ring: where it is noted.
-        whole: whether the ring is a worker's, which does nothing else. In a training process each sample is noted where
-            samples are slow; of fast ones, whoever looks from beside (:meth:`show`) sees how far the batch has come.
-        numbered: whether samples have no keys, and are numbered.
-
-    Attributes:
-        keys: of the batch that is read; None where none is.
+    ``whole``: the ring is a worker's, which does nothing else. In a training process each sample is noted where samples
+    are slow; of fast ones, whoever looks from beside (:meth:`show`) sees how far the batch has come. ``numbered``
+    samples have no keys. ``keys`` are None where no batch is read.
     """
 
     __slots__ = ("_each", "_first", "_iterator", "_numbered", "_ring", "_whole", "keys")
@@ -74,20 +69,12 @@ class Reading:
         return self._iterator  # type: ignore[no-any-return]
 
     def begin(self, keys: Any) -> None:
-        """A batch is to be read.
-
-        Args:
-            keys: of its samples.
-        """
+        """A batch is to be read, of samples with these keys."""
         self.keys = keys
         self._first = self._ring.numbers[_SAMPLES]
 
     def end(self, took_ns: int) -> None:
-        """It is read.
-
-        Args:
-            took_ns: nanoseconds that it took.
-        """
+        """It is read, in ``took_ns``."""
         count = len(self.keys)
         self._each = self._whole or took_ns >= _SLOW_NS * count
         self.keys = self._iterator = None
@@ -141,18 +128,10 @@ class Reading:
 
 
 def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
-    """Have a loader's fetcher note which sample it reads, and what it raises.
+    """Have torch's fetcher note which sample it reads, and what it raises; ``whole``: the ring is a worker's.
 
     The dataset is asked for the very same keys. Where it takes a batch of them at once, only the batch is noted. Of a
     batch that cannot be gone through twice, or whose class may do work of its own then, nothing is.
-
-    Args:
-        fetcher: torch's own.
-        ring: where.
-        whole: whether the ring is a worker's, which does nothing else.
-
-    Returns:
-        What is read.
     """
     original = type(fetcher).fetch
     behind = weakref.ref(fetcher)  # or the fetcher would hold itself

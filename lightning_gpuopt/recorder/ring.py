@@ -77,14 +77,9 @@ _MAX_INDEX: Final = 2**63 - 1
 
 
 class Ring:
-    """One ring, to write.
+    """One ring, to write; ``memory`` is all zero where it is new, and the log begins after ``header_bytes``.
 
-    Args:
-        memory: its bytes, all zero where it is new.
-        header_bytes: where its log begins.
-
-    Attributes:
-        numbers: by :data:`AT`. Written in place on the hot path: a call costs more than what it would do.
+    ``numbers``, by :data:`AT`, are written in place on the hot path: a call costs more than what it would do.
     """
 
     def __init__(self, memory: memoryview, header_bytes: int = HEADER_BYTES) -> None:
@@ -95,12 +90,7 @@ class Ring:
         self._logging = threading.Lock()
 
     def begin(self, words: dict[str, str], **numbers: int) -> None:
-        """Begin anew, for a process whose earlier log, if there is one, is kept no longer.
-
-        Args:
-            words: such as ``{"host": ...}``.
-            **numbers: such as ``pid``.
-        """
+        """Begin anew, for a process whose earlier log, if there is one, is kept no longer."""
         self._memory[:8] = bytes(8)  # no reader takes it while it is half
         own = self.numbers
         for at in range(len(_NUMBERS)):
@@ -114,23 +104,13 @@ class Ring:
         self._memory[:8] = _MAGIC
 
     def write(self, name: str, word: str) -> None:
-        """Overwrite a word.
-
-        Args:
-            name: of :data:`_WORDS`.
-            word: cut where it is too long.
-        """
+        """Overwrite a word of :data:`_WORDS`; it is cut where it is too long."""
         at, most = _WORDS[name]
         text = word.encode(errors="replace")[: most - 1]
         self._memory[at : at + len(text) + 1] = text + b"\0"
 
     def log(self, event: str, **known: Any) -> None:
-        """Add a line; the oldest go where there is no more room.
-
-        Args:
-            event: what happened.
-            **known: what JSON can hold.
-        """
+        """Add a line of what JSON can hold; the oldest go where there is no more room."""
         line = {"t": round(time.monotonic(), 3), "event": event, **known}
         while len(text := _encoded(line)) > self._log_bytes:
             if not line.get("message"):
@@ -146,11 +126,7 @@ class Ring:
             self.numbers[AT["logged"]] = logged + len(text)
 
     def index(self, key: object) -> None:
-        """Note which sample is being read.
-
-        Args:
-            key: what the dataset is asked for.
-        """
+        """Note which sample is being read, by what the dataset is asked for."""
         numbers = self.numbers
         key = key_of(key)
         if type(key) is int and -_MAX_INDEX <= key <= _MAX_INDEX:
@@ -161,11 +137,7 @@ class Ring:
             numbers[_HAS_INDEX] = KEY
 
     def read(self, name: str) -> str:
-        """A word.
-
-        Args:
-            name: of :data:`_WORDS`.
-        """
+        """A word of :data:`_WORDS`."""
         at, most = _WORDS[name]
         return _word(bytes(self._memory[: at + most]), name)
 
@@ -219,9 +191,6 @@ def wall_offset_s(data: bytes | memoryview) -> float:
 
     Since this machine's last start, by its clock as it is now: it may have been set since the ring was begun, and who
     reads compares with what it says now. Else by the clock as it was then.
-
-    Args:
-        data: the ring's bytes.
     """
     if (boot := _word(bytes(data[:HEADER_BYTES]), "boot")) and boot == boot_id():
         return time.time() - time.monotonic()
@@ -231,9 +200,7 @@ def wall_offset_s(data: bytes | memoryview) -> float:
 def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None:
     """What a ring says, without ``memory`` and ``crash``; None where it is none, or of another version.
 
-    Args:
-        data: its bytes; those of the log may be missing.
-        offset_s: see :func:`wall_offset_s`; None: that of this ring.
+    Lines of the log may be missing; without ``offset_s`` (:func:`wall_offset_s`) it is the ring's own.
     """
     if len(data) < WORKER_HEADER_BYTES or not is_used(data) or len(data) < (header := header_bytes_of(data)):
         return None
@@ -322,10 +289,7 @@ def reading_in(slot: int) -> int:
 def slot_line(slot: int, name: str, place: str) -> str:
     """What the word ``slots`` has of one slot of the timeline, as a line.
 
-    Args:
-        slot: its number.
-        name: the phase or hook.
-        place: the line of the user's own code that it was last seen at, or where it begins; empty: not known.
+    ``place`` is the line of the user's own code that it was last seen at, or where it begins; empty: not known.
     """
     return json.dumps([slot, name, place], separators=(",", ":"))
 

@@ -49,17 +49,8 @@ class StackWriter:
     """Has this process write its stacks to a file, when it is asked to, and when a fatal signal ends it.
 
     Nothing of the program's is replaced: a signal that has a handler is not taken, and ``faulthandler`` that is on
-    already stays as it is.
-
-    Args:
-        path: the file, which is appended to; it is made.
-
-    Raises:
-        OSError: the file cannot be made.
-
-    Attributes:
-        path: the file.
-        signal: asks for the stacks; 0: no signal was free.
+    already stays as it is. The file is appended to; OSError where it cannot be made. ``signal`` asks for the stacks; 0:
+    no signal was free.
     """
 
     def __init__(self, path: str) -> None:
@@ -84,11 +75,7 @@ class StackWriter:
         return new
 
     def write(self, main: int) -> None:
-        """Write the stacks of all threads, the main one last.
-
-        Args:
-            main: its identifier.
-        """
+        """Write the stacks of all threads, the one with the identifier ``main`` last."""
         frames = innermost_frames()
         order = sorted(frames, key=lambda thread: thread == main)  # as faulthandler does
         lines = [f"{_BEGIN}{os.getpid()}\n"]
@@ -105,8 +92,7 @@ class StackWriter:
     def in_worker(self, again: Callable[[], None]) -> None:
         """Called in a worker: torch has put its own handlers of fatal signals on top.
 
-        Args:
-            again: puts torch's handlers there; ours go on top, and call them.
+        ``again`` puts torch's handlers there; ours go on top, and call them.
         """
         if self._fatal:
             faulthandler.disable()
@@ -160,14 +146,9 @@ def is_alive(record: FlightRecord) -> bool:
 
 
 def ask(records: Sequence[FlightRecord], timeout_s: float = _ANSWER_S) -> dict[int, str]:
-    """Have processes of this machine write their stacks.
+    """Have processes of this machine write their stacks, and give them by process id, innermost call first.
 
-    Args:
-        records: of the processes, as they are now; those that cannot be asked are left out.
-        timeout_s: how long to wait for them.
-
-    Returns:
-        What each has written, by process id, innermost call first; one that does not answer is missing.
+    Those that cannot be asked are left out, one that does not answer within ``timeout_s`` is missing.
     """
     living = [each for each in records if each.stacks and is_alive(each)]
     sizes = {path: _size(path) for path in {each.stacks for each in living}}
@@ -194,13 +175,7 @@ def _ask_in_turn(records: Sequence[FlightRecord]) -> dict[int, str]:
 
 
 def answers_in(sizes: Mapping[str, int], pids: Collection[int], timeout_s: float = _ANSWER_S) -> dict[int, str]:
-    """Wait for stacks that were asked for.
-
-    Args:
-        sizes: the files that they come into, with the size that each had before.
-        pids: of the processes.
-        timeout_s: how long to wait.
-    """
+    """Wait for stacks that were asked for, into files of these sizes before, at most ``timeout_s``."""
     end_s = time.monotonic() + timeout_s
     while True:
         found: dict[int, str] = {}

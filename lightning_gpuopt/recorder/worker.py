@@ -59,25 +59,15 @@ _MAX_AT_START: Final = 4 << 30
 
 @dataclass
 class WorkerStart:
-    """Stands in for a loader's ``worker_init_fn`` while an iterator is made: begins the worker's ring, and calls it.
+    """Stands in for a loader's ``worker_init_fn`` while an iterator is made: begins the worker's ring, and calls it."""
 
-    Attributes:
-        before: the loader's own; None: it has none.
-        board: where the ring is.
-        loader: the loader's name.
-        words: what else a ring says in words.
-        numbers: the rank's numbers.
-        stacks: has the training process write its stacks; None where nothing does.
-        spawned: whether this is a copy in a process that was started anew.
-    """
-
-    before: Callable[[int], object] | None
+    before: Callable[[int], object] | None  # the loader's own; None: it has none
     board: Board | None
-    loader: str
-    words: dict[str, str]
-    numbers: dict[str, int]
-    stacks: StackWriter | None
-    spawned: bool = False
+    loader: str  # the loader's name
+    words: dict[str, str]  # what else a ring says in words
+    numbers: dict[str, int]  # the rank's numbers
+    stacks: StackWriter | None  # has the training process write its stacks; None: nothing does
+    spawned: bool = False  # whether this is a copy in a process that was started anew
 
     def __call__(self, worker: int) -> object:
         """Called in the worker, before its dataset is used."""
@@ -155,11 +145,7 @@ class WorkerStart:
 class Beat(threading.Thread):
     """Shows four times a second that a process runs, and where its main thread is; at first more often.
 
-    Args:
-        ring: where.
-        thread: the main thread's identifier.
-        dataset: the worker's copy, in which containers may grow.
-        stacks: writes the stacks of this process; None: nothing does.
+    ``dataset`` is the worker's copy, in which containers may grow.
     """
 
     def __init__(self, ring: Ring, thread: int, dataset: Any = None, stacks: StackWriter | None = None) -> None:
@@ -179,11 +165,7 @@ class Beat(threading.Thread):
         self._due_s = 0.0
 
     def collates(self, collate_fn: Any) -> None:
-        """What makes batches of samples may grow as well; to be said before the first beat.
-
-        Args:
-            collate_fn: the loader's.
-        """
+        """What makes batches of samples may grow as well; to be said before the first beat."""
         self._owners["collate_fn"] = collate_fn.collate_fn if isinstance(collate_fn, TimedCollate) else collate_fn
 
     def run(self) -> None:
@@ -243,12 +225,7 @@ class Beat(threading.Thread):
         self._looked_s, self._due_s = now_s, time.monotonic() + cost * (time.thread_time() - began_s)
 
     def _grows(self, held: int, process: ProcessTimes) -> None:
-        """See which container grows.
-
-        Args:
-            held: bytes that this process has of its own.
-            process: its page faults and resident bytes.
-        """
+        """See which container grows; ``held`` are bytes that this process has of its own."""
         self._faults, self._rss = process.faults, process.rss
         try:
             samples = self._ring.numbers[AT["samples"]]

@@ -17,12 +17,9 @@ __all__ = ["choose_current", "chooser", "cuda_devices"]
 def chooser(
     wanted: str | Sequence[int | str], current: int, notices: deque[Notice]
 ) -> Callable[[Sequence[NvmlDevice]], list[Chosen]]:
-    """What picks the wanted devices from those that NVML lists, on the sampler's thread.
+    """What picks the wanted devices (see ``visible.choose_devices``) from NVML's, on the sampler's thread.
 
-    Args:
-        wanted: ``"auto"``, ``"all"``, or CUDA ordinals and UUIDs, see ``visible.choose_devices``.
-        current: the CUDA ordinal that ``"auto"`` means.
-        notices: takes what the user should hear of it.
+    ``current`` is the CUDA ordinal that ``"auto"`` means; ``notices`` take what the user should hear of it.
     """
 
     def choose(listed: Sequence[NvmlDevice]) -> list[Chosen]:

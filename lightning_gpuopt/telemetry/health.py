@@ -56,45 +56,27 @@ _OF_AN_INSTANCE: Final = frozenset({"memory_used_mib", "memory_percent"})
 
 @dataclass(frozen=True)
 class GpuHealth:
-    """One GPU, or MIG instance.
-
-    Attributes:
-        device: as NVML lists it.
-        values: what it said, by reading; what it did not say is absent.
-        unknown: what it did not say and why, as lines of text.
-    """
+    """One GPU, or MIG instance."""
 
     device: NvmlDevice
-    values: Mapping[str, float] = field(default_factory=dict)
-    unknown: tuple[str, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)  # what it said, by reading; what it did not say is absent
+    unknown: tuple[str, ...] = ()  # what it did not say and why, as lines of text
 
 
 @dataclass(frozen=True)
 class NvmlHealth:
-    """What NVML reported.
+    """What NVML reported."""
 
-    Attributes:
-        driver: the driver's version; empty where it is not known.
-        cuda: the newest CUDA that the driver runs, as (major, minor); None where it is not known.
-        gpus: all GPUs by NVML index, each followed by its MIG instances.
-        visible: UUIDs of those that a CUDA program of this process sees, by ``CUDA_VISIBLE_DEVICES``; None where the
-            list of GPUs is not known.
-        failure: why nothing more is known; empty where all was asked.
-    """
-
-    driver: str = ""
-    cuda: tuple[int, int] | None = None
-    gpus: tuple[GpuHealth, ...] = ()
+    driver: str = ""  # its version; empty where it is not known
+    cuda: tuple[int, int] | None = None  # the newest CUDA that the driver runs, as (major, minor)
+    gpus: tuple[GpuHealth, ...] = ()  # by NVML index, each followed by its MIG instances
+    # UUIDs that a CUDA program of this process sees; None: the list of GPUs is not known
     visible: tuple[str, ...] | None = None
-    failure: str = ""
+    failure: str = ""  # why nothing more is known
 
 
 class HealthQuestion:
-    """Asks NVML about all GPUs, on the thread that makes every NVML call of this process.
-
-    Args:
-        readings: what is asked of each GPU.
-    """
+    """Asks NVML about all GPUs, on the thread that makes every NVML call of this process."""
 
     def __init__(self, readings: frozenset[str] = READINGS) -> None:
         self._readings = readings
@@ -121,11 +103,7 @@ class HealthQuestion:
         return self._done.is_set()
 
     def answer(self, timeout_s: float) -> NvmlHealth:
-        """What NVML reported, as far as it has answered.
-
-        Args:
-            timeout_s: the longest to wait for it, in seconds. A call that takes longer is left to its thread.
-        """
+        """What NVML has answered within ``timeout_s``; a call that takes longer is left to its thread."""
         deadline_s = time.monotonic() + timeout_s
         answered = self._done.wait(timeout_s)
         failure = self._failure

@@ -23,8 +23,7 @@ _LIST_THREADS_EVERY = 5
 """Readings for which a worker's list of threads is kept; a thread that began since then is read from the next on."""
 
 _BUSY = 0.25
-"""A thread that computes, or waits for a CPU, for a smaller share of the time is not busy: such as one that sends
-batches."""
+"""A thread that computes, or waits for a CPU, for a smaller share of the time is not busy: it may only send batches."""
 
 _Times = dict[str, tuple[int, int]]
 """Of a process's threads, by file: nanoseconds that each has computed, and has waited for a CPU."""
@@ -42,12 +41,7 @@ _MAX_BYTES = 4096
 
 
 def usable_cpus(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> float:
-    """CPUs that this process may use at once; a cgroup's quota can make it a fraction.
-
-    Args:
-        cgroup_root: where the cgroup file systems (v2, or v1's ``cpu`` controller) are mounted.
-        proc: where procfs is mounted.
-    """
+    """CPUs that this process may use at once; a cgroup's quota (v2, or v1's ``cpu``) can make it a fraction."""
     return min(float(allowed_cpus()), quota_cpus(cgroup_root, proc))
 
 
@@ -75,13 +69,7 @@ def quota_cpus(cgroup_root: Path, proc: Path) -> float:
 
 
 def cgroups(controller: str, cgroup_root: Path, proc: Path) -> list[Path]:
-    """The folders of our cgroup and its parents, innermost first; empty where they cannot be known.
-
-    Args:
-        controller: ``"cpu"`` or ``"memory"``: which of v1's hierarchies; v2 has one for all.
-        cgroup_root: where the cgroup file systems are mounted.
-        proc: where procfs is mounted.
-    """
+    """The folders of our cgroup and its parents, innermost first; empty: not known. v2 has one hierarchy for all."""
     try:
         lines = (proc / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -120,11 +108,7 @@ def _quota_of(group: Path) -> float | None:
 
 
 def _text_of(path: str) -> bytes:
-    """A small file's content, by the shortest way there is: this is most of what a reading costs.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """A small file's content, by the shortest way there is: most of what a reading costs; may raise OSError."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(file, _MAX_BYTES)
@@ -216,30 +200,18 @@ def _idle_s(file: str) -> float | None:
 
 
 def wait_after(reading_cpu_s: float, interval_s: float) -> float:
-    """Seconds to wait after a reading, so that readings of up to 0.1 s never take more than 0.5 % of a core.
-
-    Args:
-        reading_cpu_s: seconds of CPU that the reading has taken.
-        interval_s: seconds to wait at least.
-    """
+    """Seconds to wait after a reading, so that readings of up to 0.1 s never take more than 0.5 % of a core."""
     return max(interval_s, min(_WAIT_PER_CPU_S * reading_cpu_s, _MAX_WAIT_S))
 
 
 class HostWatch:
     """Watches the loader's workers and the CPUs, on a daemon thread.
 
-    Args:
-        interval_s: seconds between readings; more where a reading is dear, see :func:`wait_after`.
-        local_ranks: processes of this run on this machine. They share a quota; and the CPUs, idle ones as well, unless
-            this process may run on a part of the machine only: then its CPUs are taken to be its own.
-        proc: where procfs is mounted.
-        cgroup_root: where the cgroup file systems are mounted.
-        clock: a monotonic clock, in seconds.
-        cpu_clock: seconds of CPU that the calling thread has used. What a reading takes by a clock on the wall would
-            count its waits for the interpreter's lock too, and with busy training leave minutes between readings.
-
-    Attributes:
-        process: what this process held at the last reading.
+    Readings are ``interval_s`` apart, more where one is dear, see :func:`wait_after`. ``local_ranks`` are processes of
+    this run on this machine. They share a quota; and the CPUs, idle ones as well, unless this process may run on a part
+    of the machine only: then its CPUs are taken to be its own. ``cpu_clock`` is seconds of CPU of the calling thread:
+    what a reading takes by a clock on the wall would count its waits for the interpreter's lock too, and with busy
+    training leave minutes between readings.
     """
 
     def __init__(

@@ -13,22 +13,14 @@ Statistic = Literal["mean", "min", "max"]
 
 @dataclass(frozen=True)
 class Metric:
-    """One logged figure of one device.
+    """One logged figure of one device."""
 
-    Attributes:
-        key: its name after ``gpu/{i}/``.
-        unit: as a reader would write it.
-        meaning: one line for documentation.
-        reading: the series of values behind it, under the name that ``telemetry.nvml`` gives it.
-        statistic: what is taken of the values in the window.
-        group: part of ``"default"``, only of ``"all"``, or added to the ``"summary"`` of a run beside its reading.
-    """
-
-    key: str
+    key: str  # its name after ``gpu/{i}/``
     unit: str
-    meaning: str
-    reading: str
-    statistic: Statistic = "mean"
+    meaning: str  # one line for documentation
+    reading: str  # the series of values behind it, as ``telemetry.nvml`` names it
+    statistic: Statistic = "mean"  # what is taken of the values in the window
+    # "default", only "all", or added to the "summary" of a run beside its reading
     group: Literal["default", "all", "summary"] = "default"
 
 
@@ -74,14 +66,9 @@ CROSS_DEVICE: dict[str, str] = {
 
 
 def select_metrics(metrics: str | Sequence[str]) -> tuple[Metric, ...]:
-    """The metrics that an argument asks for, in the table's order.
+    """Metrics of ``"default"``, ``"all"`` or keys without ``gpu/{i}/``, in the table's order.
 
-    Args:
-        metrics: ``"default"``, ``"all"``, or keys without the ``gpu/{i}/`` prefix.
-
-    Raises:
-        ValueError: a key is unknown, or none is given.
-        TypeError: neither of the two words nor a list of keys.
+    ValueError: a key is unknown, or none is given. TypeError: neither of the two words nor a list of keys.
     """
     chosen: set[str]
     known = [metric.key for metric in METRICS if metric.group != "summary"]

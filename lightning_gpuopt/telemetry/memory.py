@@ -24,21 +24,13 @@ _NO_LIMIT: Final = 1 << 60
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """A process by its ``stat``.
+    """A process by its ``stat``."""
 
-    Attributes:
-        start_ticks: when it began, in clock ticks since boot.
-        cpu_s: seconds of CPU of its main thread.
-        faults: minor page faults so far, of all threads.
-        rss: resident bytes.
-        dead: whether it is a zombie.
-    """
-
-    start_ticks: int
-    cpu_s: float
-    faults: int
-    rss: int
-    dead: bool
+    start_ticks: int  # when it began, in clock ticks since boot
+    cpu_s: float  # CPU of its main thread
+    faults: int  # minor page faults so far, of all threads
+    rss: int  # resident bytes
+    dead: bool  # whether it is a zombie
 
 
 @dataclass(frozen=True)
@@ -52,13 +44,7 @@ class CgroupMemory:
 
 
 class MemoryFiles:
-    """Where the kernel's counters are.
-
-    Args:
-        proc: where procfs is mounted.
-        cgroup_root: where the cgroup file systems are mounted.
-        shm: where shared memory is.
-    """
+    """Where procfs, cgroups and shared memory are mounted."""
 
     def __init__(
         self,

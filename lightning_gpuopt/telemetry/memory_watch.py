@@ -17,12 +17,7 @@ _FIRST_S: Final = 1.0
 
 
 class MemoryWatch:
-    """Reads the memory of processes, each time on a thread of its own that ends with the reading.
-
-    Args:
-        read: gives the bytes of a process; None where they cannot be read.
-        clock: seconds, monotonic.
-    """
+    """Reads the memory of processes in bytes (None: not readable), each time on a thread that ends with the reading."""
 
     def __init__(self, read: Callable[[int], int | None], clock: Callable[[], float] = time.monotonic) -> None:
         self._read = read

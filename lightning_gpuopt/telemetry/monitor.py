@@ -17,20 +17,10 @@ __all__ = ["GpuMonitor"]
 
 
 class GpuMonitor:
-    """Monitor GPUs from here to :meth:`close`.
+    """Monitor GPUs from here to :meth:`close`; all methods are for one thread, and none of them makes an NVML call.
 
-    All methods are for one thread, and none of them makes an NVML call.
-
-    Args:
-        metrics: what to report (``keys.select_metrics``).
-        devices: ``"auto"``, ``"all"``, or CUDA ordinals and UUIDs.
-        current: the CUDA ordinal that ``"auto"`` means.
-        interval_s: from one reading to the next in the mean, in seconds.
-        bounded: more where readings are dear.
-        rank: this process's global rank; the ranks' figures come together on rank 0.
-        world_size: number of ranks.
-        node: number of this machine.
-        num_nodes: number of machines.
+    ``current`` is the CUDA ordinal that ``"auto"`` means. Readings are ``interval_s`` apart in the mean, more where
+    they are dear if ``bounded``. The ranks' figures come together on rank 0.
     """
 
     def __init__(
@@ -105,12 +95,10 @@ class GpuMonitor:
         return self._fleet.summary(RankWindow(self._node, self._sampler.peek()))
 
     def close(self, step: int, timeout_s: float, gather_timeout_s: float) -> None:
-        """End the last window and the threads. What came in time is in :meth:`ready` and :meth:`notices`.
+        """End the last window, at this logging step, and the threads.
 
-        Args:
-            step: the logging step at which the last window ends.
-            timeout_s: the longest to wait for an NVML call that hangs, in seconds.
-            gather_timeout_s: the longest that rank 0 waits for the others' last windows, in seconds.
+        Of what came in time: :meth:`ready` and :meth:`notices`. It waits ``timeout_s`` for an NVML call that hangs,
+        rank 0 ``gather_timeout_s`` for the others' last windows.
         """
         if not self._sampler.stop(timeout_s):
             text = "NVML does not answer: its thread was left behind, and will shut NVML down when the call comes back."

@@ -67,13 +67,7 @@ class DeviceLostError(RuntimeError):
 
 @dataclass(frozen=True)
 class Notice:
-    """Something to tell the user.
-
-    Attributes:
-        level: a warning, or an info line.
-        cause: what makes two notices the same.
-        text: what happened.
-    """
+    """Something to tell the user; ``cause`` makes two notices the same."""
 
     level: Literal["warning", "info"]
     cause: str
@@ -81,11 +75,7 @@ class Notice:
 
 
 class NvmlSession:
-    """NVML, initialised until :meth:`close`.
-
-    Raises:
-        NvmlUnavailableError: there is no NVIDIA library or driver, or it does not start.
-    """
+    """NVML, initialised until :meth:`close`; NvmlUnavailableError: no library or driver, or it does not start."""
 
     def __init__(self) -> None:
         self._handles: dict[str, Handles] = {}
@@ -101,13 +91,10 @@ class NvmlSession:
             pynvml.nvmlShutdown()
 
     def driver(self, between_calls: Callable[[], None] = nothing) -> tuple[str, tuple[int, int] | None]:
-        """The driver's version, and the newest CUDA that it can run as (major, minor); None where it does not tell.
+        """The driver's version, and the newest CUDA that it runs as (major, minor), None where it does not tell.
 
-        Args:
-            between_calls: called before each NVML call; what it raises ends the asking.
-
-        Raises:
-            NvmlUnavailableError: the driver does not answer.
+        ``between_calls`` is called before each NVML call; what it raises ends the asking. NvmlUnavailableError: no
+        answer.
         """
         try:
             between_calls()
@@ -123,15 +110,10 @@ class NvmlSession:
         return version, (number // 1000, number % 1000 // 10)
 
     def devices(self, between_calls: Callable[[], None] = nothing) -> list[NvmlDevice]:
-        """All GPUs by NVML index, each followed by its MIG instances. A GPU that does not answer is left out.
+        """All GPUs by NVML index, each with its MIG instances behind; one that does not answer is left out.
 
-        Asked once; a later call gives the same list.
-
-        Args:
-            between_calls: called before each NVML call; what it raises ends the listing.
-
-        Raises:
-            NvmlUnavailableError: NVML does not list any.
+        Asked once; a later call gives the same list. ``between_calls`` is called before each NVML call; what it raises
+        ends the listing. NvmlUnavailableError: NVML does not list any.
         """
         if self._listed is None:
             self._listed = self._list_gpus(between_calls)
@@ -188,16 +170,9 @@ class NvmlSession:
 class DeviceReader:
     """Reads what one device can tell, and finds out on the way what it cannot.
 
-    Args:
-        device: as listed.
-        handles: NVML's.
-        readings: the series wanted.
-        clock: seconds, monotonic.
-        interval_s: how often :meth:`read` is called. What changes slowly is asked less often, see ``MetricSource``.
-        between_calls: called before each NVML call; may raise :class:`StopReading`.
-
-    Attributes:
-        notices: what the user should hear, to be taken by the caller.
+    ``interval_s`` is how often :meth:`read` is called. What changes slowly is asked less often, see ``MetricSource``.
+    ``between_calls`` is called before each NVML call, and may raise :class:`StopReading`. The caller takes ``notices``
+    to the user.
     """
 
     def __init__(
@@ -224,11 +199,7 @@ class DeviceReader:
             self._hand_on(reading, "not told of a MIG instance")
 
     def read(self) -> list[Value]:
-        """Ask for everything that is due; what fails is left out, and so is the rest when there is no more time.
-
-        Raises:
-            DeviceLostError: the GPU is gone.
-        """
+        """Ask for what is due, while there is time; what fails is left out. DeviceLostError: the GPU is gone."""
         values: list[Value] = []
         now_s = self._clock()
         for name, source in list(self._sources.items()):

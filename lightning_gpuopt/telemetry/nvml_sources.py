@@ -58,49 +58,30 @@ _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGU
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a reading.
+    """One value of a reading, in its metric's unit; always finite."""
 
-    Attributes:
-        reading: which series it belongs to (``keys.Metric.reading``), in that metric's unit.
-        value: finite.
-        weight: in a mean: 1 for a point reading, seconds for what covers a span.
-    """
-
-    reading: str
+    reading: str  # which series it belongs to: ``keys.Metric.reading``
     value: float
-    weight: float = 1.0
+    weight: float = 1.0  # in a mean: 1 for a point reading, seconds for what covers a span
 
 
 @dataclass(frozen=True)
 class Failed:
-    """One reading of several failed, the others did not.
-
-    Attributes:
-        reading: which one.
-        code: NVML's.
-        reason: in words, where NVML's own do not help.
-    """
+    """One reading of several failed, the others did not."""
 
     reading: str
-    code: int
-    reason: str = ""
+    code: int  # NVML's
+    reason: str = ""  # where NVML's own words do not help
 
 
 @dataclass(frozen=True)
 class Handles:
-    """What NVML wants to be asked with.
+    """What NVML wants to be asked with."""
 
-    Attributes:
-        own: of the GPU or the MIG instance.
-        physical: of the GPU itself.
-        gpu_instance: the instance's id within its GPU, None for a whole GPU.
-        architecture: ``NVML_DEVICE_ARCH_*``.
-    """
-
-    own: Any
-    physical: Any
-    gpu_instance: int | None
-    architecture: int
+    own: Any  # of the GPU or the MIG instance
+    physical: Any  # of the GPU itself
+    gpu_instance: int | None  # the instance's id within its GPU, None for a whole GPU
+    architecture: int  # ``NVML_DEVICE_ARCH_*``
 
 
 def ways_to_read(reading: str, handles: Handles) -> tuple[str, ...]:
@@ -165,14 +146,8 @@ class MetricSource:
 
     Each call makes the training thread give up the interpreter's lock for a moment, which is most of what monitoring
     costs. So only utilization is asked at every reading. Means over a span lose nothing when the span is longer, and
-    for all else, which changes slowly, the last value stands until it is asked again.
-
-    Attributes:
-        least_pause_s: how far readings may be apart.
-        covers_span: its values are of the time since its last reading, and must not be given twice.
-        readings: what it is asked for.
-        values: of the last reading.
-        due_s: when it is to be read again.
+    for all else, which changes slowly, the last value stands until it is asked again. Values that cover a span
+    (``covers_span``) must not be given twice.
     """
 
     least_pause_s = 0.5
@@ -247,10 +222,7 @@ class _Memory(MetricSource):
 
 
 class _Buffer(MetricSource):
-    """Utilization from the buffer that the driver fills by itself: finer than point readings, and nothing is missed.
-
-    Until it has given anything, point readings stand in.
-    """
+    """Utilization from the driver's own buffer, which misses nothing; point readings stand in until it gives any."""
 
     least_pause_s = 0.2
     covers_span = True
@@ -381,7 +353,7 @@ def _is_ours(pid: int) -> bool:
 
 
 class _Neighbours(MetricSource):
-    """Other processes that compute on the GPU: a series for each, ``"process 4711"``, whose value is its memory in MiB.
+    """Other processes that compute on the GPU: a series for each, ``"process 4711"``, its memory in MiB.
 
     Where they are not told, as in many containers, there are none; where they are told by numbers of another PID
     namespace, only how many there are.

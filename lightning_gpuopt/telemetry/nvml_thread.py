@@ -56,11 +56,7 @@ class NvmlThread(threading.Thread):
         self._spent_s = 0.0
 
     def session(self) -> NvmlSession:
-        """NVML, initialised at the first call; for a user's turn.
-
-        Raises:
-            NvmlUnavailableError: it does not start.
-        """
+        """NVML, initialised at the first call, for a user's turn; NvmlUnavailableError where it does not start."""
         if self._session is None:
             self._session = NvmlSession()
         return self._session
@@ -140,11 +136,7 @@ _current: NvmlThread | None = None
 
 
 def join_thread(user: User) -> NvmlThread:
-    """Have a user read from now on, on the thread that runs or on a new one.
-
-    Raises:
-        RuntimeError: the system has no thread to spare.
-    """
+    """Have a user read from now on, on the running or a new thread; RuntimeError: no thread to spare."""
     global _current
     with _lock:
         if _current is None or not _current._has_room():
@@ -177,13 +169,8 @@ if hasattr(os, "register_at_fork"):
 class SamplePace:
     """When a user's next reading is due: once in each interval, at a random moment of it.
 
-    On a fixed grid, readings of a load with the grid's own period would all fall into the same part of it.
-
-    Args:
-        interval_s: seconds of an interval.
-        now_s: when the first reading is due.
-        bounded: make intervals longer where readings are dear.
-        jitter: gives where in its interval a reading is, 0-1; by default from a generator of its own.
+    On a fixed grid, readings of a load with the grid's own period would all fall into the same part of it. ``bounded``
+    makes intervals longer where readings are dear.
     """
 
     def __init__(
@@ -197,12 +184,9 @@ class SamplePace:
         self._readings = -1
 
     def read(self, now_s: float, cpu_s: float) -> None:
-        """A reading has ended.
+        """A reading of ``cpu_s`` has ended; where that is bounded, readings take 0.5 % of a core at most in the mean.
 
-        Args:
-            now_s: the time.
-            cpu_s: seconds of CPU that it took; where that is bounded, readings take 0.5 % of a core at most in the
-                mean. The first one, which sets up what the others use, does not count.
+        The first one, which sets up what the others use, does not count.
         """
         self._readings += 1
         if self._readings:

@@ -10,25 +10,15 @@ _MIB = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessReading:
-    """What the process holds. A figure that could not be read is None.
+    """What the process holds; None: a figure that could not be read."""
 
-    Attributes:
-        rss_mib: MiB of memory that is resident.
-        open_files: file descriptors.
-        threads: threads.
-    """
-
-    rss_mib: float | None = None
-    open_files: int | None = None
+    rss_mib: float | None = None  # resident
+    open_files: int | None = None  # file descriptors
     threads: int | None = None
 
 
 def read_process(proc: str = "/proc") -> ProcessReading:
-    """Read what this process holds; costs some 50 µs, and more with thousands of open files.
-
-    Args:
-        proc: where procfs is mounted.
-    """
+    """Read what this process holds; costs some 50 µs, and more with thousands of open files."""
     return ProcessReading(_rss_mib(proc), entries(f"{proc}/self/fd"), entries(f"{proc}/self/task"))
 
 

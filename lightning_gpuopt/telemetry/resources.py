@@ -14,7 +14,7 @@ from lightning_gpuopt.telemetry.process import entries
 
 
 def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Bytes that only this process uses (its private dirty pages), in bytes; None where they cannot be read.
+    """Bytes that only this process uses (its private dirty pages); None where they cannot be read.
 
     The resident or proportional set size would not do: a forked worker shares its parent's dataset, and mapped files
     are page cache. Counting those would forbid a second worker beside a large array or LMDB file.
@@ -23,7 +23,7 @@ def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
 
 
 def private_and_anonymous(pid: int | str, proc: Path = Path("/proc")) -> tuple[int | None, int | None]:
-    """Bytes of :func:`worker_memory`, and those that are of no file, shared with the parent or not; None: unknown.
+    """Bytes of :func:`worker_memory`, and those of no file, shared with the parent or not; None: unknown.
 
     A page that a fork shared and that is written to becomes private; it was anonymous before. New memory is both.
     """
@@ -38,12 +38,7 @@ def private_and_anonymous(pid: int | str, proc: Path = Path("/proc")) -> tuple[i
 
 
 def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
-    """Files that this process may still open; None where that cannot be read.
-
-    Args:
-        wanted: where fewer are left, the soft limit is raised to the hard one first.
-        proc: where procfs is mounted.
-    """
+    """Files that this process may still open (None: unknown); for ``wanted`` ones the soft limit is raised."""
     if (opened := entries(f"{proc}/self/fd")) is None:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -55,12 +50,7 @@ def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
 
 
 def processes_left(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
-    """Processes and threads that this process's cgroup, and its parents, still allow; None where they set no limit.
-
-    Args:
-        cgroup_root: where the cgroup file systems (v2, or v1's ``pids`` controller) are mounted.
-        proc: where procfs is mounted.
-    """
+    """Processes and threads that this process's cgroup, and its parents, still allow; None where they set no limit."""
     left = []
     for group in cgroups("pids", cgroup_root, proc):
         with contextlib.suppress(OSError, ValueError):  # also "max"
@@ -77,12 +67,7 @@ def free_shared_memory(path: Path = Path("/dev/shm")) -> int | None:
 
 
 def available_memory(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
-    """Bytes that are available to this process: the machine's, less where its cgroup, or a parent of it, allows less.
-
-    Args:
-        cgroup_root: where the cgroup file systems (v2, or v1's ``memory`` controller) are mounted.
-        proc: where procfs is mounted.
-    """
+    """Bytes available to this process: the machine's, less where its cgroup, or a parent of it, allows less."""
     left = [_left_in(group) for group in cgroups("memory", cgroup_root, proc)]
     return min([psutil.virtual_memory().available, *(each for each in left if each is not None)])
 

@@ -32,20 +32,11 @@ _LAST_READING_S = 0.1
 class GpuSampler:
     """Reads the chosen GPUs at a steady pace, and adds the values up until somebody takes them.
 
-    All samplers of a process are read on one thread, which calls NVML and nothing else does.
-
-    Args:
-        readings: the series wanted: those of ``keys.readings_of``, and ``"slowed_percent"``,
-            ``"power_capped_percent"``, ``"sm_clock_max_mhz"`` and ``"active_nvlinks"``.
-        choose: picks from what NVML lists; called on the thread. See ``cuda.choose_current``.
-        interval_s: from one reading to the next in the mean, in seconds.
-        bounded: more where readings are dear, see ``nvml_thread.SamplePace``.
-        clock: seconds, monotonic.
-
-    Attributes:
-        notices: what the user should hear, each cause once; the thread that may speak to the user takes them from here.
-        failure: why nothing is read, None while all is well. Known once :meth:`wait_until_open` returns True.
-        devices: what is monitored.
+    All samplers of a process are read on one thread, which alone calls NVML, and ``choose`` too. Readings are those of
+    ``keys.readings_of``, and ``"slowed_percent"``, ``"power_capped_percent"``, ``"sm_clock_max_mhz"`` and
+    ``"active_nvlinks"``; ``interval_s`` apart in the mean, more where they are dear if ``bounded``, see
+    ``nvml_thread.SamplePace``. ``notices`` has each cause once, for the thread that may speak to the user. ``failure``
+    (None: all is well) is known once :meth:`wait_until_open` returns True.
     """
 
     def __init__(
@@ -96,11 +87,10 @@ class GpuSampler:
             return self._as_windows(self._window)
 
     def stop(self, timeout_s: float = 1.0) -> bool:
-        """End the readings. The last sampler's end shuts NVML down, and is waited for too, as long as there is time.
+        """End the readings; whether they have ended within ``timeout_s``.
 
-        Returns:
-            Whether the readings have ended within ``timeout_s`` seconds. If not, an NVML call hangs, and the thread
-            cleans up by itself when that call comes back.
+        If not, an NVML call hangs, and cleans up later. The last sampler's end shuts NVML down, and is waited for too,
+        as long as there is time.
         """
         if self._thread is None or not self._thread.is_alive():  # never started, ended, or left behind by a fork
             return True

@@ -33,60 +33,37 @@ NvmlIndex = NewType("NvmlIndex", int)
 
 @dataclass(frozen=True)
 class NvmlDevice:
-    """A GPU, or a MIG instance of one, as NVML lists it.
+    """A GPU, or a MIG instance of one, as NVML lists it."""
 
-    Attributes:
-        uuid: ``GPU-…`` or ``MIG-…``.
-        index: of the physical GPU; an instance has its parent's.
-        name: of the model.
-        pci_bus_id: ``domain:bus:device.function``; an instance has its parent's.
-        mig_slot: which instance of its parent, None for a physical GPU.
-    """
-
-    uuid: str
-    index: NvmlIndex
-    name: str = ""
-    pci_bus_id: str = ""
-    mig_slot: int | None = None
+    uuid: str  # ``GPU-…`` or ``MIG-…``
+    index: NvmlIndex  # of the physical GPU; an instance has its parent's
+    name: str = ""  # of the model
+    pci_bus_id: str = ""  # ``domain:bus:device.function``; an instance has its parent's
+    mig_slot: int | None = None  # which instance of its parent, None for a physical GPU
 
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """What an initialised CUDA says of one ordinal; empty where it does not tell.
+    """What an initialised CUDA says of one ordinal; empty where it does not tell."""
 
-    Attributes:
-        uuid: with or without the ``GPU-`` or ``MIG-`` prefix.
-        pci_bus_id: ``domain:bus:device``, the function does not matter.
-    """
-
-    uuid: str = ""
-    pci_bus_id: str = ""
+    uuid: str = ""  # with or without the ``GPU-`` or ``MIG-`` prefix
+    pci_bus_id: str = ""  # ``domain:bus:device``, the function does not matter
 
 
 @dataclass(frozen=True)
 class Visible:
-    """The devices that CUDA programs of this process see, in CUDA's order.
+    """The devices that CUDA programs of this process see, in CUDA's order."""
 
-    Attributes:
-        devices: by ordinal; None where NVML does not know the device that CUDA sees.
-        order_is_guess: the machine has GPUs of several models, and CUDA, which would sort them by speed, was not asked.
-    """
-
-    devices: tuple[NvmlDevice | None, ...]
-    order_is_guess: bool = False
+    devices: tuple[NvmlDevice | None, ...]  # by ordinal; None where NVML does not know the device that CUDA sees
+    order_is_guess: bool = False  # GPUs of several models, whose order by speed CUDA was not asked for
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A device to monitor.
-
-    Attributes:
-        device: as NVML lists it.
-        ordinal: its CUDA ordinal, None when it is outside the visible set.
-    """
+    """A device to monitor."""
 
     device: NvmlDevice
-    ordinal: CudaOrdinal | None
+    ordinal: CudaOrdinal | None  # None when it is outside the visible set
 
 
 class DeviceNotFoundError(LookupError):
@@ -99,13 +76,9 @@ def visible_devices(
     cuda_device_order: str | None = None,
     cuda: Sequence[CudaDevice] = (),
 ) -> Visible:
-    """What each CUDA ordinal stands for.
+    """What each CUDA ordinal stands for; in ``listed`` MIG instances follow their parent.
 
-    Args:
-        listed: everything that NVML lists, MIG instances right behind their parent.
-        cuda_visible_devices: the variable's value, None when it is not set.
-        cuda_device_order: the variable's value, None when it is not set.
-        cuda: what an initialised CUDA says of each ordinal; nothing when it must not be initialised.
+    ``cuda`` is what an initialised CUDA says of each ordinal; it is empty when CUDA must not be initialised.
     """
     from_variable, by_number = _read_variable(_default_order(listed), listed, cuda_visible_devices)
     if cuda:
@@ -118,17 +91,10 @@ def visible_devices(
 def choose_devices(
     wanted: str | Sequence[int | str], listed: Sequence[NvmlDevice], visible: Visible, current: int = 0
 ) -> list[Chosen]:
-    """The devices to monitor, each once.
+    """The devices to monitor, each once; DeviceNotFoundError: one is not there.
 
-    Args:
-        wanted: ``"auto"`` (the ordinal ``current``), ``"all"`` (all that are visible), or ordinals and UUIDs; of a UUID
-            a beginning is enough, if only one device has it.
-        listed: everything that NVML lists.
-        visible: what :func:`visible_devices` made of it.
-        current: the ordinal of this rank's device.
-
-    Raises:
-        DeviceNotFoundError: one is not there.
+    ``wanted`` is ``"auto"`` (the ordinal ``current``), ``"all"`` (all that are visible), or ordinals and UUIDs; of a
+    UUID a beginning is enough, if only one device has it.
     """
     ordinals = {device.uuid: CudaOrdinal(i) for i, device in enumerate(visible.devices) if device is not None}
     if wanted == "all":

@@ -17,17 +17,10 @@ __all__ = ["Accumulator", "DeviceWindow", "Fleet", "RankWindow", "Stat"]
 
 @dataclass(frozen=True)
 class Stat:
-    """The values of one reading in one window, in that reading's unit.
+    """The values of one reading in one window, in that reading's unit."""
 
-    Attributes:
-        total: sum of value times weight.
-        weight: sum of the weights.
-        low: smallest value.
-        high: largest value.
-    """
-
-    total: float
-    weight: float
+    total: float  # sum of value times weight
+    weight: float  # sum of the weights
     low: float
     high: float
 
@@ -68,31 +61,18 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class DeviceWindow:
-    """One device in one window.
-
-    Attributes:
-        uuid: its NVML UUID.
-        nvml_index: of the physical GPU.
-        mig_slot: which MIG instance of its parent, None for a whole GPU.
-        ordinal: its CUDA ordinal in the process that read it, None outside the visible set.
-        stats: by reading; what gave no value is missing.
-    """
+    """One device in one window."""
 
     uuid: str
-    nvml_index: int
-    mig_slot: int | None
-    ordinal: int | None
-    stats: Mapping[str, Stat]
+    nvml_index: int  # of the physical GPU
+    mig_slot: int | None  # which MIG instance of its parent, None for a whole GPU
+    ordinal: int | None  # in the process that read it, None outside the visible set
+    stats: Mapping[str, Stat]  # by reading; what gave no value is missing
 
 
 @dataclass(frozen=True)
 class RankWindow:
-    """The devices of one rank in one window.
-
-    Attributes:
-        node: number of the machine that the rank runs on.
-        devices: those that the rank monitors.
-    """
+    """The devices of one rank in one window; ``node`` is the number of its machine."""
 
     node: int
     devices: tuple[DeviceWindow, ...]
@@ -124,14 +104,10 @@ class RankWindow:
 
 
 class Fleet:
-    """All monitored devices of a run: takes windows, names the figures.
+    """All monitored devices of a run: takes windows, names the figures, with ``node{n}/`` before if ``multi_node``.
 
     A device that several ranks watch counts once. Devices are named by CUDA ordinal; on a node where two would share
     one, because each rank sees only its own GPU, by NVML index, and MIG instances of one GPU by ``index.slot``.
-
-    Args:
-        metrics: what to report of each device.
-        multi_node: put ``node{n}/`` before the keys.
     """
 
     def __init__(self, metrics: Sequence[Metric], *, multi_node: bool = False) -> None:
@@ -148,11 +124,7 @@ class Fleet:
         return self._figures(window, self._metrics)
 
     def summary(self, still_open: RankWindow | None = None) -> dict[str, float]:
-        """The metrics of the run so far.
-
-        Args:
-            still_open: a window that has not been added yet, and is counted in here.
-        """
+        """The metrics of the run so far, with a window ``still_open`` counted in that has not been added yet."""
         run = {device: dict(stats) for device, stats in self._run.items()}
         for device, stats in self._by_device([still_open] if still_open else []).items():
             _merge(run.setdefault(device, {}), stats)

@@ -47,14 +47,9 @@ _PLAIN_ACTIONS: Final = {
 
 
 def phase_of(action: str) -> str | None:
-    """The phase that an action of Lightning's profiler belongs to.
+    """The phase of an action of Lightning's profiler, by its name in Lightning 2.5.0 to 2.6.6.
 
-    Args:
-        action: the name given to ``Profiler.profile``, read in Lightning 2.5.0 to 2.6.6.
-
-    Returns:
-        One of ``PHASES``, or None for an action that we do not know, for example the user's own: its time
-        stays with the action around it.
+    None for one that we do not know, such as the user's own: its time stays with the action around it.
     """
     if action in _PLAIN_ACTIONS:
         return _PLAIN_ACTIONS[action]

@@ -27,42 +27,26 @@ _SKEW_S: Final = 20e-6
 
 @dataclass(frozen=True, slots=True)
 class ActivitySpan:
-    """One step's own work, in seconds of one clock.
+    """One step's own work, in seconds of one clock."""
 
-    Attributes:
-        begun_s: the GPU began it.
-        ended_s: the GPU ended it.
-        issue_begun_s: the host began to issue it.
-        issue_ended_s: the host had issued all of it.
-        forward_s: when the GPU began and ended the forward's work; None where that was not timed.
-        optimizer_s: when the host issued work of the optimizer.
-    """
-
-    begun_s: float
-    ended_s: float
-    issue_begun_s: float
-    issue_ended_s: float
-    forward_s: _Interval | None = None
-    optimizer_s: tuple[_Interval, ...] = ()
+    begun_s: float  # the GPU began it
+    ended_s: float  # the GPU ended it
+    issue_begun_s: float  # the host began to issue it
+    issue_ended_s: float  # the host had issued all of it
+    forward_s: _Interval | None = None  # when the GPU began and ended the forward's work; None: not timed
+    optimizer_s: tuple[_Interval, ...] = ()  # when the host issued work of the optimizer
 
 
 def look_of(
     records: Iterable[Record], steps: Sequence[ActivitySpan], module_at: Callable[[float], str] | None = None
 ) -> StepLook | None:
-    """Account for the inside of steps.
+    """Account for the inside of steps; the mean step, or None where no record lies in them.
 
-    While a copy that the step itself has issued runs, and nothing else, the GPU is idle for that copy if the next
-    kernel was issued already or the host waits. Without its waits, the host needs a certain time to issue a step. As
-    far as that exceeds what the GPU needs, the GPU is idle because kernels are launched too slowly. The rest of its
-    idle time follows from the waits: after each, the host has to issue everything anew.
-
-    Args:
-        records: in any order.
-        steps: the steps, in seconds of the records' clock.
-        module_at: the user's module that the host worked for at a time of that clock; None where that is not known.
-
-    Returns:
-        The means over the steps; None where no record lies in them.
+    Records are in any order; steps, and the argument of ``module_at``, are seconds of the records' clock. While a copy
+    that the step itself has issued runs, and nothing else, the GPU is idle for that copy if the next kernel was issued
+    already or the host waits. Without its waits, the host needs a certain time to issue a step. As far as that exceeds
+    what the GPU needs, the GPU is idle because kernels are launched too slowly. The rest of its idle time follows from
+    the waits: after each, the host has to issue everything anew.
     """
     trace = _Trace(records)
     count = len(steps)

@@ -28,14 +28,9 @@ _OF_WARNINGS: Final = warnings.WarningMessage.__init__.__code__.co_filename
 class LastCall:
     """Notes the moment of the last call or return on one thread.
 
-    Args:
-        clock_ns: a monotonic clock, in nanoseconds.
-        called: functions of which each call is told, before it does anything ...
-        tell: ... to this, with the frame that made it.
-        passed_over: files whose calls are not noted: what runs between the end of a wait and its warning. Python's own
-            module of warnings is one of them.
-        methods: names of C methods of which each call is told, before it does anything ...
-        tell_method: ... to this, with the object and the moment.
+    ``tell`` is told of each call of ``called``, with its frame, and ``tell_method`` of each of C's ``methods``, with
+    the object and the moment, before they do anything. Calls in ``passed_over`` files are not noted: what runs between
+    the end of a wait and its warning, such as Python's module of warnings.
     """
 
     def __init__(
@@ -65,10 +60,9 @@ class LastCall:
         return True
 
     def end(self) -> bool:
-        """Note nothing more. From another thread it takes effect with the first one's next call.
+        """Note nothing more; returns whether all calls were seen.
 
-        Returns:
-            Whether all calls were seen up to now.
+        From another thread it takes effect with the first one's next call.
         """
         was_on = self.at_ns is not None
         self._left = 0

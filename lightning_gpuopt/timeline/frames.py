@@ -118,7 +118,7 @@ if sys.version_info >= (3, 11) and sys.version_info < (3, 12):
 
 
 def innermost_frames() -> Mapping[int, FrameType]:
-    """The innermost frame of each thread, by the thread's ident.
+    """The innermost frame of each thread, by its ident.
 
     Do not bind the mapping to a name: it holds the very frame that would hold it, a reference cycle that keeps alive
     what all frames hold.
@@ -143,9 +143,6 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
 
     Where the loader's own code is innermost, as in torch's default collate, its frame is the only one. What this
     package puts in between is never one, nor are Lightning's loops: then there is none.
-
-    Args:
-        innermost: the innermost frame of another thread, or of this one.
     """
     frames: list[FrameType] = []
     for frame in () if innermost is None else outwards(innermost):
@@ -170,11 +167,7 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
 
 
 def is_in_loader(innermost: FrameType | None) -> bool:
-    """Whether a thread is in a DataLoader: it waits for a batch, or makes one.
-
-    Args:
-        innermost: its innermost frame.
-    """
+    """Whether a thread is in a DataLoader: it waits for a batch, or makes one."""
     frames = () if innermost is None else outwards(innermost)
     loop = next((each.f_code.co_filename for each in frames if is_loop(each.f_code.co_filename)), "")
     return loop.startswith(library_folders()["torch"])

@@ -119,16 +119,9 @@ def _turn_to(doing: int) -> Callable[[GpuClock], None]:
 class GpuClock(StepObserver):
     """Records an event at each turn of a training step, and later reads what the GPU did between them.
 
-    Nothing here waits for the GPU: events are asked later whether it has passed them, and used again.
-
-    Args:
-        new_event: makes an event, for example ``lambda: torch.cuda.Event(enable_timing=True)``.
-        host: the timeline of the training thread, which keeps the order of what the host does.
-        forward: time ``training_step``'s own kernels as well.
-
-    Attributes:
-        spans: while it is a list, each step's own work, in seconds of the host's clock.
-        snapshot: the times after so many steps as :meth:`take_snapshot` was given; None until the GPU is there.
+    Nothing here waits for the GPU: events are asked later whether it has passed them, and used again. ``host`` keeps
+    the order of what the host does. ``spans``, while it is a list, takes each step's own work, in seconds of the host's
+    clock. ``snapshot`` is None until the GPU has done the steps that :meth:`take_snapshot` was given.
     """
 
     def __init__(self, new_event: Callable[[], Event], host: HostWork, *, forward: bool = False) -> None:
@@ -209,11 +202,9 @@ class GpuClock(StepObserver):
                 self.read()
 
     def host_waits(self, began_ns: int) -> None:
-        """The host waits for the GPU, or has, outside of a step's own work: what it queued before ends with that.
+        """The host waits for the GPU outside of a step's own work, since ``began_ns``: what it queued before ends then.
 
-        Args:
-            began_ns: when the wait began, by the host's clock. An event that is recorded after it is stamped a moment
-                later than one that was recorded then.
+        An event that is recorded after the wait is stamped a moment later than one that was recorded at its beginning.
         """
         if self._doing == _HOST and not self._validating and self._cuts_left:
             self._cuts_left -= 1
@@ -239,11 +230,7 @@ class GpuClock(StepObserver):
         self._unread.append((before, event, work[-1] if work else self._host.last_ns, work))
 
     def read(self, most: int = _READS) -> None:
-        """Take the oldest events that the GPU has passed.
-
-        Args:
-            most: at most so many.
-        """
+        """Take the oldest events that the GPU has passed."""
         unread = self._unread
         for _ in range(min(most, len(unread))):
             if not unread[0][1].query():  # each one: the program may have changed streams
@@ -256,14 +243,7 @@ class GpuClock(StepObserver):
                 self.snapshot = self.times()
 
     def _take(self, kind: int, event: Event, recorded_ns: int, work: list[int]) -> None:
-        """Add what lies between the event before and this one.
-
-        Args:
-            kind: what it is.
-            event: the event at its end.
-            recorded_ns: when the host recorded that.
-            work: what the host did in between.
-        """
+        """Add what lies between the event before and this one, which the host recorded at ``recorded_ns``."""
         last, self._last = self._last, event
         began_ns, self._recorded_ns = self._recorded_ns, recorded_ns
         if last is None:
@@ -406,11 +386,7 @@ class GpuClock(StepObserver):
         return self._doing in (_STEP, _FORWARD)
 
     def take_snapshot(self, steps: int) -> None:
-        """Keep the times of the moment at which the GPU has finished so many steps; now, if it has already.
-
-        Args:
-            steps: since the beginning of the run.
-        """
+        """Keep the times of the moment at which the GPU has finished so many steps; now, if it already has."""
         self._snapshot_after = steps
         self.snapshot = self.times() if self._steps >= steps else None
 

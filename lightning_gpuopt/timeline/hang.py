@@ -15,15 +15,10 @@ log = logging.getLogger(__name__)
 
 
 class HangWatch:
-    """Writes one file for each time that training hangs, and goes on waiting. Nothing is ever ended.
+    """Writes one file for each time that training hangs, and goes on waiting; nothing is ever ended.
 
-    Args:
-        timeout_s: seconds without progress that count as a hang.
-        write: called on the watch's thread when one begins, with the seconds since the last progress.
-        clock: a monotonic clock, in seconds.
-
-    Attributes:
-        timeout_s: as given, or the longest that a thread can wait for.
+    ``write`` is called on the watch's thread when a hang begins, with the seconds since the last progress.
+    ``timeout_s`` is cut to the longest that a thread can wait for.
     """
 
     def __init__(
@@ -77,15 +72,9 @@ class HangWatch:
 def write_state(
     path: Path, quiet_s: float, workers: Sequence[tuple[int, str]], stacks: Mapping[int, str] | None = None
 ) -> None:
-    """Write the stacks of all threads of this process and the state of its workers.
+    """Write the stacks of all threads of this process and the state of its workers: (process id, what it does).
 
     The file appears when all of it is written: who waits for it reads no half of it.
-
-    Args:
-        path: the file; its folder is made as needed.
-        quiet_s: seconds since the last progress.
-        workers: process id and, in words, what it is doing, for each worker of the loader.
-        stacks: what workers have written of their stacks, by process id.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     under_way = path.with_name(f"{path.name}.part")

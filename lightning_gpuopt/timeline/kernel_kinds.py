@@ -67,11 +67,7 @@ _TRANSPOSES: Final = re.compile(r"nchwtonhwc|nhwctonchw")
 
 
 def kind_of_kernel(name: str) -> str:
-    """One of ``KERNEL_KINDS``.
-
-    Args:
-        name: of a kernel, as CUPTI gives it.
-    """
+    """One of ``KERNEL_KINDS``, by a kernel's name as CUPTI gives it."""
     lower = name.lower()
     kind = next((kind for kind, words in _KERNELS if words.search(lower)), "other")
     if kind != "matmul":
@@ -80,11 +76,7 @@ def kind_of_kernel(name: str) -> str:
 
 
 def kind_of_operator(name: str) -> str:
-    """One of ``KERNEL_KINDS``, but for ``"matmul_tensor_core"``.
-
-    Args:
-        name: of an operator of torch, ``"aten::addmm"``.
-    """
+    """One of ``KERNEL_KINDS`` but ``"matmul_tensor_core"``, by the name of an operator: ``"aten::addmm"``."""
     lower = name.lower()
     return next((kind for kind, words in _OPERATORS if words.search(lower)), "other")
 

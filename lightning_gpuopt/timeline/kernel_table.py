@@ -17,35 +17,18 @@ _LONGEST_NAME: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """A kernel, a copy or an operator of a step.
+    """A kernel, a copy or an operator of a step."""
 
-    Attributes:
-        name: as the profiler gives it.
-        kind: one of ``KERNEL_KINDS``.
-        seconds: how long it ran.
-        module: the user's module that it belongs to; empty where none is known.
-    """
-
-    name: str
-    kind: str
+    name: str  # as the profiler gives it
+    kind: str  # one of ``KERNEL_KINDS``
     seconds: float
-    module: str = ""
+    module: str = ""  # the user's module that it belongs to; empty where none is known
 
 
 def table_of(
     works: Iterable[StepWork], steps: int, *, modules_watched: bool = False, on_gpu: bool = True
 ) -> StepKernels | None:
-    """Add up the work of steps.
-
-    Args:
-        works: all of it, in any order.
-        steps: how many steps it is of.
-        modules_watched: whether works know their modules.
-        on_gpu: whether it is a GPU's.
-
-    Returns:
-        The mean step; None where nothing ran.
-    """
+    """Add up the work of so many steps; the mean step, or None where nothing ran."""
     works = [each for each in works if each.seconds > 0]
     whole_s = sum(each.seconds for each in works)
     if whole_s <= 0 or steps <= 0:

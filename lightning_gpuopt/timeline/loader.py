@@ -14,8 +14,7 @@ from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, Pipeli
 def facts_of(loaders: Sequence[LoaderDescription]) -> LoaderFacts:
     """Sums and minima over loaders; a setting that one of them does not have is None.
 
-    Args:
-        loaders: the training loaders. What is no DataLoader, and has none inside it, has none of its settings.
+    What is no DataLoader, and has none inside it, has none of its settings.
     """
     if not loaders or any(each.kind in WITHOUT_SETTINGS for each in loaders):
         return LoaderFacts(duplicates=_duplicates(loaders))
@@ -37,13 +36,7 @@ def _duplicates(loaders: Sequence[LoaderDescription]) -> bool | None:
 
 
 def pipeline_of(loader: Any) -> Pipelines | None:
-    """What a loader has done so far that decodes in a pipeline of its own, as DALIDataModule's; None for another.
-
-    It has ``times() -> PipelineTimes``, ``num_threads`` and ``on_gpu``.
-
-    Args:
-        loader: of any kind.
-    """
+    """What a loader did that decodes in its own pipeline (``times()``, ``num_threads``, ``on_gpu``), or None."""
     threads, read = getattr(loader, "num_threads", None), getattr(loader, "times", None)
     if isinstance(loader, DataLoader) or not isinstance(threads, int) or not callable(read):
         return None

@@ -51,13 +51,8 @@ class CannotLookError(RuntimeError):
 class ProfilerLook:
     """Records a few steps, once.
 
-    Args:
-        rhythm: batches after which steps repeat themselves: with accumulated gradients, so many; at least three are
-            recorded, and at most 16.
-        modules: notes which module the host works for meanwhile; None where that is not wanted.
-
-    Attributes:
-        recorded_s: when recording began and ended, in seconds of ``time.perf_counter``.
+    ``rhythm`` is after how many batches steps repeat themselves, as with accumulated gradients: so many are recorded, 3
+    to 16. ``recorded_s`` is when recording began and ended, in seconds of ``time.perf_counter``.
     """
 
     _activity = torch.profiler.ProfilerActivity.CUDA
@@ -83,11 +78,7 @@ class ProfilerLook:
         return _WARMUP_STEPS + self._steps
 
     def begin(self) -> None:
-        """Start, with a step of warm-up.
-
-        Raises:
-            CannotLookError: it cannot record on this device, or another profiler is at work.
-        """
+        """Start, with a step of warm-up; CannotLookError: not on this device, or not beside another profiler."""
         refuse_beside_another()
         own = torch.profiler.profile.__module__.startswith("torch.")  # else it is a stand-in, which decides for itself
         activities = [self._activity]
@@ -107,11 +98,7 @@ class ProfilerLook:
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
 
     def step_done(self) -> bool:
-        """Count a step; True when the recording is over.
-
-        Raises:
-            CannotLookError: the profiler failed.
-        """
+        """Count a step; True when the recording is over; CannotLookError where the profiler failed."""
         if self._profiler is None:
             return True
         self._left -= 1
@@ -133,14 +120,10 @@ class ProfilerLook:
         return last
 
     def read(self, spans: Sequence[ActivitySpan]) -> StepLook:
-        """What was recorded.
+        """What was recorded; CannotLookError where there is no record of these steps: another tool may have CUPTI.
 
-        Args:
-            spans: steps, in seconds of ``time.perf_counter``; those outside of the recording are left out, and those
-                that were issued before it began: their kernels are not in it.
-
-        Raises:
-            CannotLookError: there is no record of these steps: CUPTI may be in another tool's hands.
+        Steps are in seconds of ``time.perf_counter``. Those outside of the recording are left out, and those issued
+        before it began: their kernels are not in it.
         """
         profiler, self._profiler = self._profiler, None
         begin_s, end_s = self.recorded_s
@@ -207,14 +190,7 @@ class OperatorLook(ProfilerLook):
     _least_steps = 1
 
     def operators(self, phases: Sequence[tuple[str, float]]) -> StepKernels | None:
-        """What was recorded.
-
-        Args:
-            phases: what the training process did meanwhile, each with the time of its end by ``time.perf_counter``.
-
-        Raises:
-            CannotLookError: the record could not be read.
-        """
+        """The operators that were recorded; each phase ends at a ``time.perf_counter``. May raise CannotLookError."""
         profiler = self._drop()
         begin_s = self.recorded_s[0]
         try:
@@ -228,13 +204,7 @@ class OperatorLook(ProfilerLook):
 
 
 def refuse_beside_another() -> None:
-    """Refuse to record where the program has a profiler of its own.
-
-    One that is between two of its recordings is not enabled, and its next one would fail for ours.
-
-    Raises:
-        CannotLookError: it has one.
-    """
+    """Raise CannotLookError where the program has a profiler, even one between two recordings: its next would fail."""
     kinds = {torch.profiler.profile, *_subclasses_of(torch.profiler.profile)}
     # an object refers to its class: that asks the collector once, in C, and not each of a million objects
     if profiler_is_enabled() or any(type(each) in kinds and each not in OURS for each in gc.get_referrers(*kinds)):

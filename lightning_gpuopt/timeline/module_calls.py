@@ -25,11 +25,7 @@ class ModuleCalls:
     Forward hooks say where a module begins and ends. They are those of all modules: nothing is kept on a module, which
     may be pickled, copied or scripted meanwhile. In backward a module begins when autograd reaches the node of its
     output, and lasts until the next one does: hooks on nodes leave the graph as it is, unlike those of
-    ``register_full_backward_hook``.
-
-    Args:
-        module: the LightningModule; its own code outside of other modules is of no module.
-        clock: seconds, the records' clock.
+    ``register_full_backward_hook``. The LightningModule's own code outside of other modules is of no module.
     """
 
     def __init__(self, module: nn.Module, clock: Callable[[], float]) -> None:

@@ -20,18 +20,11 @@ def operators_of(
     steps: int,
     module_at: Callable[[float], str] | None,
 ) -> StepKernels | None:
-    """Add up the operators of steps, each without those that it calls.
+    """Add up the operators of steps, each without those that it calls; None where none was recorded in a step.
 
-    Args:
-        trace: the content of a file in Chrome's format.
-        shift_s: what to add to seconds of ``time.time`` for those of the clock of ``phases``.
-        phases: what the training process did, in its order, each with the time of its end; operators outside of
-            forward, backward and optimizer are left out.
-        steps: how many steps were recorded.
-        module_at: the user's module that the host worked for at a time of that clock; None where that is not known.
-
-    Returns:
-        The mean step; None where no operator was recorded in a step.
+    ``trace`` is in Chrome's format; ``shift_s`` makes seconds of the clock of ``phases`` of those of ``time.time``.
+    ``phases`` are what the training process did, each with its end; operators outside of forward, backward and
+    optimizer are left out.
     """
     ends = [end_s for _, end_s in phases]
 

@@ -15,16 +15,8 @@ class PauseSlots:
 
     Python's collector calls :meth:`add` between any two instructions of the timeline. So all slots are made in advance,
     and nothing depends on what is half done: a pause is added to its slot, and subtracted from the open one, before the
-    open slot gets its time.
-
-    Args:
-        ns: nanoseconds by slot, of the timeline; slots of pauses are put at its end.
-        keep_long: keep when long pauses were, for :meth:`split`.
-
-    Attributes:
-        kinds: slots of pauses, by which it is: ``"garbage_collection"`` or ``"recompilation"``.
-        stopped: slots of pauses, by the slot of what was stopped.
-        long: the long pauses that :meth:`split` has not seen: when each began and ended, and its kind.
+    open slot gets its time. ``kinds`` and ``stopped`` have the slots of pauses by kind and by the slot of what was
+    stopped; ``long`` those (begin, end, kind) that :meth:`split` has not seen, if ``keep_long``.
     """
 
     def __init__(self, ns: list[int], *, keep_long: bool) -> None:
@@ -36,11 +28,7 @@ class PauseSlots:
         self.long: list[tuple[int, int, str]] = []
 
     def watch(self, slot: int) -> None:
-        """Keep the pauses of a slot; those of other slots stay with them.
-
-        Args:
-            slot: of something in the training step, before anything goes to it.
-        """
+        """Keep the pauses of a slot of the training step from now on; those of other slots stay with them."""
         for kind, slots in self._slots.items():
             self._ns.append(0)
             made = len(self._ns) - 1
@@ -49,17 +37,7 @@ class PauseSlots:
             slots[slot] = made
 
     def add(self, kind: str, current: int, begun_ns: int, ended_ns: int) -> bool:
-        """Move a pause out of the slot that is open.
-
-        Args:
-            kind: ``"garbage_collection"`` or ``"recompilation"``.
-            current: the slot that is open.
-            begun_ns: when it began, by the timeline's clock.
-            ended_ns: when it ended.
-
-        Returns:
-            False where the open slot is no part of a step: the pause stays with it.
-        """
+        """Move a pause out of the open slot ``current``; False where that is no part of a step, and keeps the pause."""
         made = self._slots[kind].get(current)
         if made is None:
             return False
@@ -76,10 +54,9 @@ class PauseSlots:
         self.long.clear()
 
     def split(self, work: list[int]) -> list[int]:
-        """What the host has done, with the long pauses that lie in it as work of their own.
+        """What the host has done (slot, end, slot, end ...), with the long pauses in it as work of their own.
 
-        Args:
-            work: slot, when it ended, slot, when it ended ..., from the end of the work given last.
+        ``work`` begins at the end of the work given last.
         """
         if not self.long:
             return work
@@ -101,11 +78,7 @@ class PauseSlots:
         return parts
 
     def seconds_by_stopped(self, ns: list[int]) -> dict[str, dict[int, float]]:
-        """Seconds of pauses by kind, and by the slot of what they stopped.
-
-        Args:
-            ns: nanoseconds by slot.
-        """
+        """Seconds of pauses by kind, and by the slot of what they stopped, from nanoseconds by slot."""
         return {
             kind: {slot: ns[made] / 1e9 for slot, made in slots.items() if ns[made]}
             for kind, slots in self._slots.items()

@@ -53,15 +53,7 @@ class PausedTimeline(Protocol):
 
 
 class PauseWatch:
-    """Times garbage collections and compilations that stop a timeline's thread.
-
-    Args:
-        timeline: the timeline.
-        clock_ns: its clock.
-
-    Attributes:
-        notes: what could not be watched.
-    """
+    """Times garbage collections and compilations that stop a timeline's thread; ``notes`` say what is unwatched."""
 
     def __init__(self, timeline: PausedTimeline, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.notes: list[str] = []

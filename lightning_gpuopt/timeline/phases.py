@@ -68,26 +68,13 @@ _NOTHING: Final = cast(AbstractContextManager[Any], _Nothing())
 
 
 class Timeline(SlotClock):
-    """Attributes the training thread's time to phases, from :meth:`start` to :meth:`stop`.
+    """Attributes the time of the thread that calls :meth:`start` to phases, until :meth:`stop`.
 
-    Outside of that, and on any other thread than the one that called :meth:`start`, nothing is measured.
-
-    Attributes:
-        slots_between_steps: places in :meth:`snapshot` whose time is no part of a training step.
-        pauses: places in :meth:`snapshot` of what stops a step from outside.
-        steps: training batches finished.
-
-    Args:
-        checkpoint_callbacks: state keys of callbacks whose hooks are checkpointing.
-        transfer_callbacks: state keys of callbacks whose hooks bring batches to the device.
-        callback_names: state key to the name shown to people.
-        observer: called at the events of a step.
-        silent: whether an action does nothing, such as a hook that nobody has overridden: its time stays with the
-            action around it, which costs less than to measure it.
-        detailed: keep the order in which the host did things, and call the observer around long hooks as well: for a
-            GPU's clock, which reads :meth:`take_host_work`.
-        ranges: marks what is open, for a tool that looks from outside; what is still open is closed by :meth:`stop`.
-        clock_ns: a monotonic clock, in nanoseconds.
+    Callbacks are given as state keys: those whose hooks are checkpointing, those that bring batches to the device, and
+    names for people. ``silent`` tells an action that does nothing, such as a hook that nobody has overridden: its time
+    stays with the action around it, which costs less than to measure it. ``detailed`` keeps the order in which the host
+    did things, and calls the observer around long hooks as well, for a GPU's clock, which reads :meth:`take_host_work`.
+    ``ranges`` marks what is open, for a tool that looks from outside; what is still open is closed by :meth:`stop`.
     """
 
     __slots__ = (
@@ -150,11 +137,7 @@ class Timeline(SlotClock):
         return self.pauses.add(kind, self._current, begun_ns, ended_ns)
 
     def span(self, action: str) -> AbstractContextManager[Any]:
-        """The context manager that times an action of Lightning's profiler.
-
-        Args:
-            action: name of the action; an unknown one leaves its time with the action around it.
-        """
+        """What times an action of Lightning's profiler; an unknown one leaves its time with the one around it."""
         if self.thread != get_ident():
             return _NOTHING
         try:
@@ -163,12 +146,7 @@ class Timeline(SlotClock):
             return self._make_span(action)
 
     def timed(self, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-        """Wrap a function so that its time is attributed to a phase, for what Lightning's profiler does not see.
-
-        Args:
-            function: what to call.
-            phase: one of :data:`PHASES`, or ``"signal_broadcast"``.
-        """
+        """Wrap what Lightning's profiler does not see, for one of :data:`PHASES` or ``"signal_broadcast"``."""
         if phase == SIGNAL_BROADCAST:
             span: Span = ObservedSpan(self, self._broadcast_slot, "broadcast_begins", "broadcast_ends")
         else:
@@ -232,10 +210,7 @@ class Timeline(SlotClock):
         self.pauses.forget_long()
 
     def take_host_work(self) -> list[int]:
-        """What the host has done since the last call, in its order: slot, when it ended, slot, when it ended ...
-
-        It goes to :attr:`last_ns`. Empty unless the timeline is ``detailed``.
-        """
+        """What the host did since the last call, to :attr:`last_ns`: slot, end, slot, end ...; only if ``detailed``."""
         work = self._host_work
         if work is None:
             return []

@@ -37,12 +37,7 @@ class _Both:
 
 
 class TimelineProfiler(Profiler):
-    """Attributes each action to a :class:`Timeline`, then does what the user's own profiler does.
-
-    Args:
-        timeline: where the time goes.
-        inner: the profiler that was in the Trainer; it sees every call that it would have seen without us.
-    """
+    """Attributes each action to a :class:`Timeline`, then lets the user's own profiler see it as without us."""
 
     # Profiler.__init__ is left out on purpose: every attribute is the inner profiler's, see __getattr__.
     def __init__(self, timeline: Timeline, inner: Profiler) -> None:

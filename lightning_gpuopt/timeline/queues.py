@@ -50,11 +50,7 @@ class QueueProbe:
         return bool(self._iterators)
 
     def watch(self, iterators: Sequence[Any]) -> list[Any]:
-        """Say which iterators feed the loop from now on.
-
-        Returns:
-            Those that can be watched.
-        """
+        """Say which iterators feed the loop from now on; returns those that can be watched."""
         watched = [each for each in iterators if has_queues(each)]
         self._iterators = [weakly(each) for each in watched]
         self._awaited = [None] * len(watched)
@@ -91,11 +87,7 @@ class QueueProbe:
         self._skipped = self._skip
 
     def after_fetch(self, wait_s: float) -> None:
-        """The batch is there.
-
-        Args:
-            wait_s: seconds that the fetch took.
-        """
+        """The batch is there, after a fetch of ``wait_s``."""
         if wait_s < _A_WAIT_S or not (iterators := self._alive()):
             return
         self._waits += 1

@@ -18,28 +18,17 @@ _DIRECTIONS: Final = ("HtoD", "DtoH")
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One record.
+    """One record, with times in seconds of one clock."""
 
-    Attributes:
-        kind: ``"kernel"``, ``"collective"`` and ``"copy"`` (between host and device) ran on the GPU; ``"call"`` is a
-            call of the CUDA runtime or driver.
-        name: of the kernel, the copy or the function.
-        start_s: its beginning, in seconds.
-        end_s: its end, in seconds of the same clock.
-        correlation: ties a call to what it issued; 0 where that is not known.
-        stream: where it ran on the GPU.
-        thread: that made a call.
-        bytes: of a copy; 0 where that is not known.
-    """
-
+    # "kernel", "collective" and "copy" (host and device) ran on the GPU; "call" is one of CUDA's runtime or driver
     kind: Kind
-    name: str
+    name: str  # of the kernel, the copy or the function
     start_s: float
     end_s: float
-    correlation: int = 0
-    stream: int = 0
-    bytes: int = 0
-    thread: int = 0
+    correlation: int = 0  # ties a call to what it issued; 0: not known
+    stream: int = 0  # where it ran on the GPU
+    bytes: int = 0  # of a copy; 0: not known
+    thread: int = 0  # that made a call
 
     @property
     def seconds(self) -> float:
@@ -48,13 +37,7 @@ class Record:
 
 
 def records_of(trace: Mapping[str, Any], device: int, shift_s: float) -> list[Record]:
-    """Read a trace in Chrome's format, as ``export_chrome_trace`` writes it.
-
-    Args:
-        trace: the file's content.
-        device: CUDA ordinal; what ran on other devices is left out.
-        shift_s: what to add to seconds of ``time.time`` for those of the clock that is wanted.
-    """
+    """Read what ran on a CUDA ordinal, from a trace in Chrome's format; ``shift_s`` is added to ``time.time``."""
     return list(_records(trace, device, trace.get("baseTimeNanoseconds", 0) / 1e9 + shift_s))
 
 

@@ -27,23 +27,10 @@ class SlotClock:
     """Nanoseconds by slot: one slot a phase, then one for each callback's hook and for the signal broadcast.
 
     Spans (:mod:`~lightning_gpuopt.timeline.spans`) read and write its attributes themselves: all of the training loop
-    comes through them, and a call costs more than what it would do.
-
-    Args:
-        observer: called at the events of a step.
-        ranges: marks what is open, for a tool that looks from outside.
-        clock_ns: a monotonic clock, in nanoseconds.
-        detailed: keep the order in which the host did things as well.
-
-    Attributes:
-        slots_between_steps: slots whose time is no part of a training step.
-        pauses: slots of what stops a step from outside.
-        loop_slot: the slot of the training loop's own work.
-        last_ns: when the last action began or ended, by the timeline's clock.
-        thread: identifier of the thread that is measured; 0 outside of a measurement.
-        epochs: epochs begun.
-        fetches_watched: whether the observer is called at fetches.
-        shown: its only item is the open slot, for a reader that outlives this process; replaced by whoever has one.
+    comes through them, and a call costs more than what it would do. ``slots_between_steps`` are no part of a training
+    step, ``pauses`` stop one from outside, ``loop_slot`` has the loop's own work. ``last_ns`` is when the last action
+    began or ended; ``thread`` is 0 outside of a measurement. The only item of ``shown`` is the open slot, for a reader
+    that outlives this process; it is replaced by whoever has one.
     """
 
     # With as many attributes as these an instance's dict is slow.

@@ -54,10 +54,7 @@ class Span:
 class HostSpan(Span):
     """A hook, a logger call or a fetch under a GPU's clock: where it is long, the observer is called at both ends.
 
-    Args:
-        timeline: whose time it is.
-        slot: where it goes.
-        rare: whether it is no part of a step: then the observer is always called, since it may queue much work at once.
+    What is ``rare`` is no part of a step: then the observer is always called, since it may queue much work at once.
     """
 
     __slots__ = ("began_ns", "long", "rare")

@@ -92,14 +92,9 @@ if hasattr(os, "register_at_fork"):
 class StackSampler:
     """Samples one thread of this process until it is stopped.
 
-    Args:
-        thread: the ident of the thread to sample.
-        activity: what that thread does now, by a name; None: nothing that is asked for. Called on the sampling thread.
-        is_over: whether to end; asked after each sample, on the sampling thread.
-        frames: gives the innermost frame of each thread, by its ident; Python's own by default.
-        clock: seconds.
-        cpu_clock: seconds of CPU of the thread that asks.
-        helpers: idents of threads that work for the sampled one: while it waits, its time is that of those that do not.
+    ``activity`` (None: nothing that is asked for) and ``is_over`` are called on the sampling thread. ``cpu_clock`` is
+    seconds of CPU of the thread that asks. ``helpers`` work for the sampled one: while it waits, its time is that of
+    those that do not.
     """
 
     def __init__(

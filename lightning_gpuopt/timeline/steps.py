@@ -25,12 +25,7 @@ _ASIDE: Final = [index for index, phase in enumerate(PHASES) if phase in BETWEEN
 
 
 class StepClock:
-    """Takes the time of each step of a timeline.
-
-    Args:
-        timeline: the timeline whose steps they are.
-        warmup_steps: steps at the beginning that are left out.
-    """
+    """Takes the time of each step of a timeline, without so many steps of warm-up."""
 
     def __init__(self, timeline: Timeline, warmup_steps: int) -> None:
         self._timeline = timeline
@@ -44,11 +39,7 @@ class StepClock:
         self._outlier_s = 0.0
 
     def step_done(self, accumulating: bool = False) -> None:
-        """A step has ended; costs a few µs.
-
-        Args:
-            accumulating: it only accumulated gradients, and is compared with others that did.
-        """
+        """A step has ended; costs a few µs. One that only accumulated gradients is compared with others that did."""
         timeline = self._timeline
         inside, self._inside = self._inside, timeline.inside_steps_ns
         before, self._before = self._before, timeline.snapshot()

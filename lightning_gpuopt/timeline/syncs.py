@@ -53,20 +53,12 @@ _WAITS: Final = ("item", "tolist", "cpu", "nonzero")
 
 
 class SyncLook:
-    """Counts synchronizing calls inside a few steps.
+    """Counts synchronizing calls inside so many training batches.
 
-    Args:
-        steps: training batches to look at.
-        inside: whether the step's own work is being issued right now.
-        get_mode: reads the debug mode; torch's by default.
-        set_mode: sets it.
-        outside: called at a synchronizing call elsewhere on the thread that began the look, with the moment at which it
-            began, by ``clock_ns``; not where that moment is not known.
-        clock_ns: a monotonic clock, in nanoseconds.
-
-    Attributes:
-        sees_calls: whether such moments are known, and all that the mode does not know was seen: not while the program
-            has a profile function of its own.
+    ``inside`` tells whether the step's own work is being issued. ``outside`` is called at a synchronizing call
+    elsewhere on the thread that began the look, with the moment at which it began, by ``clock_ns``, where that is
+    known. ``sees_calls`` is whether such moments are known, and all that the mode does not know was seen: not while the
+    program has a profile function of its own.
     """
 
     def __init__(
@@ -160,13 +152,7 @@ class SyncLook:
             self._count(sys._getframe(1), filename, lineno)
 
     def _count(self, frame: FrameType, filename: str = "", lineno: int = 0) -> None:
-        """A synchronizing call is about to be made, or has been.
-
-        Args:
-            frame: from which it was made.
-            filename: where a warning was attributed to; by default that frame.
-            lineno: its line.
-        """
+        """A synchronizing call is about to be made, or has been; a warning's place is by default the frame's."""
         began_ns = self._last_call.at_ns
         if not self._is_here():
             return
@@ -199,16 +185,10 @@ def _innermost(function: Any) -> Any:
 
 
 def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:
-    """Where in the user's code a call was made.
+    """Where in the user's code a call was made; frames in ``filename``, the warning's place, are torch's machinery.
 
-    Args:
-        frame: the innermost frame to look at.
-        filename: where the warning was attributed to; frames inside of that are torch's machinery.
-        lineno: its line.
-
-    Returns:
-        The innermost frame that is neither torch's nor Lightning's nor Python's own; None where the loops of Lightning
-        come first: then nobody's code but theirs made the call.
+    It is the innermost frame that is neither torch's nor Lightning's nor Python's own; None where the loops of
+    Lightning come first: then nobody's code but theirs made the call.
     """
     folders = tuple(library_folders().values())
     start = frame

@@ -12,26 +12,15 @@ _MAX_STRETCHES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the run.
+    """A stretch of the run."""
 
-    Attributes:
-        start_s: its beginning, in seconds since the timeline's start.
-        times: what happened in it.
-        gpu_utilization: what NVML reported of this rank's GPU meanwhile, 0-100 %; None where it reported nothing.
-    """
-
-    start_s: float
+    start_s: float  # since the timeline's start
     times: PhaseTimes
-    gpu_utilization: float | None = None
+    gpu_utilization: float | None = None  # NVML's of this rank's GPU meanwhile, 0-100 %; None: none
 
 
 class Windows:
-    """Window by window through a run, from readings of one timeline.
-
-    Args:
-        window_size: training batches in a window.
-        warmup_steps: training batches at the beginning that no window holds.
-    """
+    """Window by window through a run, in training batches; those of warm-up are in no window."""
 
     def __init__(self, window_size: int, warmup_steps: int) -> None:
         self._window_size = window_size
@@ -56,14 +45,7 @@ class Windows:
         return steps >= self._next
 
     def close(self, reading: PhaseTimes) -> Window | None:
-        """End the window under way.
-
-        Args:
-            reading: the timeline's times now.
-
-        Returns:
-            The window; None when it was warm-up that ended, or goes on.
-        """
+        """End the window under way; None when it was warm-up that ended, or goes on."""
         window = Window(
             self._last.wall_s if self._last is not None else 0.0,
             reading - self._last if self._last is not None else reading,
@@ -79,11 +61,7 @@ class Windows:
         return window
 
     def annotate(self, gpu_utilization: float | None) -> None:
-        """Add what NVML reported to the stretch that was closed last.
-
-        Args:
-            gpu_utilization: mean over the window, 0-100 %.
-        """
+        """Add NVML's mean utilization over the window, 0-100 %, to the stretch that was closed last."""
         if self._stretches and gpu_utilization is not None:
             last = self._stretches[-1]
             seen, share = last.gpu_utilization, 1 / self._in_last
@@ -93,9 +71,8 @@ class Windows:
     def restart(self, reading: PhaseTimes, *, in_step: bool = False) -> None:
         """Measure anew after a change, beginning with another warm-up.
 
-        Args:
-            reading: the timeline's times now.
-            in_step: end windows at the same steps as before, as other ranks do: the rest of this one is the warm-up.
+        With ``in_step`` windows end at the same steps as before, as other ranks' do: the rest of this one is the
+        warm-up.
         """
         due = self._next
         if self._last is None or reading.steps > self._last.steps:
@@ -106,21 +83,13 @@ class Windows:
         self._next = due if in_step else reading.steps + max(self._warmup_steps, 1)
 
     def steady(self, reading: PhaseTimes) -> PhaseTimes | None:
-        """What came after warm-up; None while warm-up goes on.
-
-        Args:
-            reading: the timeline's times now.
-        """
+        """What came after warm-up; None while warm-up goes on."""
         if not self._needs_warmup:
             return reading
         return reading - self._warm if self._warm is not None else None
 
     def stretches(self, reading: PhaseTimes) -> list[Window]:
-        """The whole run until now, oldest first, in at most 513 stretches.
-
-        Args:
-            reading: the timeline's times now.
-        """
+        """The whole run until now, oldest first, in at most 513 stretches."""
         start_s = self._last.wall_s if self._last is not None else 0.0
         rest = Window(start_s, reading - self._last if self._last is not None else reading)
         return [*self._stretches, rest] if rest.times.wall_s > 0 else list(self._stretches)

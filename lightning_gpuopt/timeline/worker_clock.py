@@ -62,18 +62,10 @@ _OWN: Final = frozenset({"collate_fn", "gpuopt_clock", "_looking", "_meter", "_n
 class _Meter:
     """What a worker knows of its batches; of its own class, since setting an attribute of a TimedCollate is dear.
 
-    Args:
-        number: of the first field of the worker's row in the shared block.
-        block: the shared block.
-
-    Attributes:
-        number: as given.
-        row: the fields. A memoryview of numbers is read and set faster than the ctypes array behind it.
-        fetch_began: when the fetch under way began, in nanoseconds; 0 when that is not known.
-        fetch_cpu: the thread's CPU clock then; 0 when it was not read.
-        skip: batches to come of which the CPU clock is not read.
-        data_share: CPU time in dataset access over wall time there, in the batches that were measured in full.
-        collate_share: the same in ``collate_fn``.
+    ``row`` is a memoryview, which is read and set faster than the ctypes array behind it, from field ``number`` on.
+    ``fetch_began`` is when the fetch under way began, in nanoseconds, ``fetch_cpu`` the thread's CPU clock then; 0 when
+    that is not known. ``skip`` batches go without a reading of the CPU clock; ``data_share`` and ``collate_share`` are
+    CPU time over wall time in the batches that were measured in full.
     """
 
     __slots__ = (
@@ -120,30 +112,18 @@ class _Meter:
 
 
 class WorkerClock:
-    """What a loader's workers have noted of their time, in shared memory; nothing of the loader.
-
-    Attributes:
-        stacks: asks a worker for the stacks of its next batches.
-    """
+    """What a loader's workers have noted of their time, in shared memory; nothing of the loader."""
 
     def __init__(self) -> None:
         self.stacks = WorkerStacks()
         self._rows: Any = sharedctypes.RawArray("d", _MAX_WORKERS * _FIELDS)
 
     def meter(self, number: int) -> _Meter:
-        """What notes a worker's batches; called in the worker.
-
-        Args:
-            number: of its first field.
-        """
+        """What notes a worker's batches, from field ``number`` on; called in the worker."""
         return _Meter(number, self._rows)
 
     def times(self, workers: int = _MAX_WORKERS) -> WorkerTimes:
-        """What the workers have noted so far; called in the training process.
-
-        Args:
-            workers: how many workers there have been at most.
-        """
+        """What the workers, at most so many, have noted so far; called in the training process."""
         rows = self._rows[: max(min(workers, _MAX_WORKERS), 1) * _FIELDS]
         total = rows if len(rows) == _FIELDS else [sum(rows[field::_FIELDS]) for field in range(_FIELDS)]
         return WorkerTimes(
@@ -159,11 +139,7 @@ class WorkerClock:
         )
 
     def doing(self, worker: int) -> str:
-        """What a worker does now and since when, in words; called in the training process.
-
-        Args:
-            worker: the worker's number, from 0.
-        """
+        """What a worker does now and since when, in words; called in the training process."""
         if not 0 <= worker < _MAX_WORKERS:
             return "is not watched"
         row = worker * _FIELDS
@@ -178,14 +154,7 @@ class TimedCollate:
 
     Attributes are the wrapped function's own, to read and to set: a program that changes its ``collate_fn`` as it goes
     changes that. Picklable wherever the wrapped function is. A copy that is made for anything but a worker process
-    notes nothing.
-
-    Args:
-        collate_fn: the loader's own.
-        clock: where it is noted; None: a new one.
-
-    Attributes:
-        gpuopt_clock: where it is noted; None in a copy that notes nothing.
+    notes nothing: its ``gpuopt_clock`` is None.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], clock: WorkerClock | None = None) -> None:
@@ -241,12 +210,7 @@ class TimedCollate:
         return batch
 
     def batch_done(self, took_ns: int, num_bytes: int) -> None:
-        """A batch is whole to which this thread has read the last sample.
-
-        Args:
-            took_ns: nanoseconds that all its samples have taken.
-            num_bytes: of the batch.
-        """
+        """A batch is whole to which this thread has read the last sample; all its samples took ``took_ns``."""
         if self._meter is not None:
             self._meter.add_batch(took_ns)
             self._meter.row[_BYTES] += num_bytes
@@ -270,10 +234,7 @@ class TimedCollate:
         return number * _FIELDS if number < _MAX_WORKERS else -1
 
     def _watch_fetcher(self, meter: _Meter) -> None:
-        """Have the fetcher that called us note when it begins a batch.
-
-        Where it is not as expected, nothing is noted, and the diagnosis does without.
-        """
+        """Have the fetcher that called us note when it begins a batch; one that is not as expected notes nothing."""
         fetcher = calling_fetcher(self, sys._getframe(2))
         if fetcher is None:
             return
@@ -347,12 +308,7 @@ class TimedCollate:
 
 
 def clock_of(collate_fn: Any, number: int) -> TimedCollate | None:
-    """The clock of a thread that reads samples of many batches, in a loader's process; None where nothing is timed.
-
-    Args:
-        collate_fn: the loader's.
-        number: of the thread, among those of all processes.
-    """
+    """The clock of a thread, by its number over all processes, that reads samples of many batches, or None."""
     if not isinstance(collate_fn, TimedCollate):
         return None
     clock = TimedCollate.__new__(TimedCollate)
@@ -366,13 +322,9 @@ def _no_batch(samples: Any) -> None:
 
 
 def watch_workers(loader: Any) -> tuple[WorkerClock, Callable[[], None]] | None:
-    """Wrap the ``collate_fn`` of a loader, before its workers start; the loader is not kept alive.
+    """Wrap a DataLoader's ``collate_fn`` before its workers start; returns the clock and the undo, or None for others.
 
-    Args:
-        loader: any loader; one that is no ``torch.utils.data.DataLoader`` is left alone.
-
-    Returns:
-        The clock, and the undo that gives the loader its own ``collate_fn`` back; None where nothing can be measured.
+    The loader is not kept alive.
     """
     original = getattr(loader, "collate_fn", None)
     if not isinstance(loader, DataLoader) or not callable(original) or isinstance(original, TimedCollate):

@@ -19,12 +19,7 @@ def worker_number() -> int | None:
 
 
 class NumberedWorkers:
-    """Stands in for a ``worker_init_fn``: the workers' numbers begin at another than 0.
-
-    Args:
-        before: the loader's own; None: it has none.
-        first: the number of the first.
-    """
+    """Stands in for a ``worker_init_fn`` (``before``, None: none): the workers' numbers begin at ``first``."""
 
     def __init__(self, before: Callable[[int], object] | None, first: int) -> None:
         self._before, self._first = before, first

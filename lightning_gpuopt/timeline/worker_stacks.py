@@ -46,12 +46,7 @@ class WorkerStacks:
         self._asked = 0
 
     def ask(self, worker: int, *, before_first_batch: bool = False) -> None:
-        """Have a worker sample itself from its next batch on.
-
-        Args:
-            worker: its number, from 0.
-            before_first_batch: from the beginning of an epoch to its first batch instead, in each epoch to come.
-        """
+        """Have a worker sample itself from its next batch on, or from each epoch's beginning to its first batch."""
         self._asked += 1
         self._head[_LENGTH] = 0.0
         # the number of the question in the upper part: the same worker may be asked twice
@@ -92,11 +87,7 @@ class WorkerStacks:
 class WorkerLook:
     """Samples the thread that calls :meth:`batch_begins`, whenever the training process has asked for it.
 
-    Args:
-        stacks: the block.
-        worker: this worker's number.
-        busy: whether the worker is at a batch, rather than waiting for one.
-        batches: batches it has made so far.
+    ``busy`` tells whether the worker is at a batch, rather than waiting for one.
     """
 
     def __init__(

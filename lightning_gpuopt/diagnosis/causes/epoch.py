@@ -28,19 +28,12 @@ _FIRST: Final = {"litdata": "shards", "mds": "shards", "webdataset": "buffer"}
 
 @dataclass(frozen=True)
 class Pause:
-    """The set-up of a mean epoch, taken apart, in seconds.
+    """The set-up of a mean epoch, taken apart, in seconds."""
 
-    Attributes:
-        workers: making iterators and starting workers, with the imports of those that were spawned.
-        first_batch: making the first batch, as long as any batch takes; 0 where the training process makes it.
-        buffer: what a stream does before its first sample.
-        loading: making the first batch in the training process: that is loading as any other, and no part of this.
-    """
-
-    workers: float
-    first_batch: float
-    buffer: float
-    loading: float = 0.0
+    workers: float  # making iterators and starting workers, with the imports of spawned ones
+    first_batch: float  # as long as any batch takes; 0 where the training process makes it
+    buffer: float  # what a stream does before its first sample
+    loading: float = 0.0  # making the first batch in the training process: loading as any other, no part of the pause
 
     @property
     def seconds(self) -> float:
@@ -51,8 +44,7 @@ class Pause:
 def pause_of(measurement: Measurement) -> Pause | None:
     """The set-up of a mean epoch; None where no epoch began.
 
-    The first fetch of an epoch waits for the first batch, which takes as long as any other; what it waits beyond that
-    is the start of the workers, or a stream that fills its buffer.
+    What its first fetch waits beyond an ordinary batch is the start of the workers, or a stream that fills its buffer.
     """
     times, workers, loader = measurement.times, measurement.workers, measurement.loader
     setup_s = times.phases["epoch_setup"]
@@ -121,8 +113,7 @@ def _restart(measurement: Measurement, pause: Pause, share: float) -> Finding:
 def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
     """Workers of the validation's loader that are started again for each validation.
 
-    The first validation has to start them, and each has to wait for its first batch, which takes a worker as long as
-    any other.
+    The first validation has to start them, and each waits for its first batch, which takes as long as any other.
     """
     times, reading, waterfall = measurement.times, measurement.validation, measurement.waterfall
     if reading is None or reading.workers is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
@@ -143,15 +134,7 @@ def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
 
 
 def restart_in_run(run: PhaseTimes, measurement: Measurement, threshold: float) -> Finding | None:
-    """Workers that were started again for every epoch, where the run since the last change has seen none begin.
-
-    Each change of the workers begins such a run anew, and may be in the last epoch.
-
-    Args:
-        run: the phases of the whole run.
-        measurement: of the run since the last change.
-        threshold: share of the run's wall time from which on it is reported, 0-1.
-    """
+    """Workers restarted for each epoch of ``run``, where ``measurement`` (since the last change) saw none begin."""
     loader = measurement.loader
     if measurement.times.epochs or run.epochs < _MIN_EPOCHS or not run.wall_s:
         return None

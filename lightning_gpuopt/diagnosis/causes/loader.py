@@ -54,13 +54,10 @@ _SELDOM: Final = 0.3
 
 
 def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
-    """Name what the wait for data is for: each cause that explains a third of it, the largest with all the rest.
+    """Name what the wait for data is for.
 
-    Where one would be below the threshold, the largest has all.
-
-    Args:
-        measurement: of the run as it is.
-        threshold: share of wall time from which on a finding is reported, 0-1.
+    Each cause that explains a third of it is named, the largest with all the rest; where one would be below the
+    threshold, the largest has all.
     """
     causes, share, wait_s = explained_s(measurement), _data_share(measurement), measurement.times.phases["data_wait"]
     shares = {cause: share * seconds / (wait_s or 1.0) for cause, seconds in causes.items()}
@@ -91,13 +88,11 @@ def _finding(cause: str, share: float, measurement: Measurement) -> Finding:
 
 
 def explained_s(measurement: Measurement) -> dict[str, float]:
-    """Seconds of the training process's wait for data by the cause that explains them, the most first.
+    """Seconds of the wait for data by cause, the most first; causes below a third are counted with the largest.
 
-    What explains less than a third of the wait is counted with the largest; together they are the wait.
-
-    First what was seen at the queues: fetches that waited for the pin-memory thread, and those in which one late batch
-    held up the rest; neither explains what even batches, made at the same mean pace, would be waited for. The rest goes
-    to making batches where workers are busy with that, else to handing them over.
+    First comes what was seen at the queues: fetches that waited for the pin-memory thread, or for one late batch;
+    neither explains what even batches of the same mean pace would be waited for. The rest goes to making batches where
+    workers are busy with that, else to handing them over.
     """
     loader, workers, queues = measurement.loader, measurement.workers, measurement.queues
     wait_s, wall_s = measurement.times.phases["data_wait"], measurement.times.wall_s
@@ -168,10 +163,9 @@ def _making(seconds: float, measurement: Measurement) -> dict[str, float]:
 
 
 def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
-    """Seconds of waiting for batches that are handed over, by what takes them: that, or CPUs that others use.
+    """Seconds of handing over, by cause: that, or CPUs that others use.
 
-    Workers that wait for a CPU for longer than they compute to hand batches over want for one. It explains no more
-    seconds than all of them have waited.
+    Workers that wait for a CPU for longer than they compute to hand batches over want for one.
     """
     host, workers, loader = measurement.host, measurement.workers, measurement.loader
     cause, short_s = "worker_transfer", 0.0

@@ -33,10 +33,7 @@ def garbage_collection(measurement: Measurement) -> Iterator[Candidate]:
 
 
 def _one_took_most(measurement: Measurement) -> bool:
-    """Whether one collection takes more than a third of the collection time.
-
-    Full collections are rare, so a single one proves nothing.
-    """
+    """Whether one collection takes over a third of the collection time; full ones are rare, so one proves nothing."""
     collections = measurement.collections
     return collections is not None and collections.longest_s * _MIN_PAUSES > collections.seconds
 
@@ -90,12 +87,7 @@ def _remedy(compilations: Compilations) -> str:
 
 
 def pause_notes(measurement: Measurement, threshold: float) -> list[str]:
-    """Collections and compilations that are no finding, and functions that torch.compile has given up.
-
-    Args:
-        measurement: what was measured, without warm-up.
-        threshold: share of wall time from which on something is worth a word, 0-1.
-    """
+    """Collections and compilations that are no finding, and functions that torch.compile has given up."""
     compilations, waterfall = measurement.compilations, measurement.waterfall
     notes = []
     collecting = waterfall.share(waterfall.wait(GARBAGE_COLLECTION))

@@ -41,13 +41,7 @@ _ALONE: Final = 0.2
 
 
 def pipeline_finding(measurement: Measurement) -> Finding:
-    """Name what late pipelines wait for, with its evidence and what to do.
-
-    There are no settings: those are a DataLoader's arguments.
-
-    Args:
-        measurement: of the run; its ``late_pipelines`` are not None.
-    """
+    """Name what late pipelines wait for; it has no settings, since those are a DataLoader's arguments."""
     bottleneck = bottleneck_of(measurement)
     cause = {STORAGE: "slow_storage", DECODE_ENGINE: "slow_transform"}.get(bottleneck) or cpu_cause(measurement)
     threads = _threads_needed(measurement) if bottleneck == CPU_THREADS and cause == "slow_transform" else None
@@ -62,11 +56,7 @@ def pipeline_finding(measurement: Measurement) -> Finding:
 
 
 def bottleneck_of(measurement: Measurement) -> str:
-    """What late pipelines wait for.
-
-    Args:
-        measurement: of the run; its ``late_pipelines`` are not None.
-    """
+    """What late pipelines wait for; ``late_pipelines`` is set."""
     pipelines = _late(measurement)
     busy, lacks_cpus = _threads_busy(measurement), cpu_cause(measurement) != "slow_transform"
     if _waits_for_files(pipelines):

@@ -13,8 +13,7 @@ from lightning_gpuopt.diagnosis.record import Candidate
 from lightning_gpuopt.measurements.ranks import RankWork
 
 _SLOWER_LOADER: Final = 1.3
-"""A rank whose loader needs this much longer for a batch than the others' really has slower data; a rank that merely
-happens to wait in everybody's stead does not."""
+"""A rank whose batches take this much longer has slower data; one that waits in everybody's stead does not."""
 
 _LARGER_BATCHES: Final = 1.2
 """Batches that are so many times as large as the others' are why a rank is slower."""

@@ -48,15 +48,7 @@ def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]
 def finding_of(
     cause: str, seconds: float, measurement: Measurement, evidence: dict[str, float | str], advice: str = ""
 ) -> Finding:
-    """A finding of so many seconds that steps would be shorter without.
-
-    Args:
-        cause: its name.
-        seconds: of the device's waiting, over all steps.
-        measurement: of the run.
-        evidence: the numbers behind it.
-        advice: what to do; by default what the table says.
-    """
+    """A finding of ``seconds`` of the device's waiting, over all steps; advice is the table's by default."""
     gain = speedup_without(measurement, seconds)
     share = measurement.waterfall.share(seconds)
     return Finding(cause, share, evidence, advice or CAUSES[cause].advice, predicted_speedup=gain)
@@ -130,12 +122,7 @@ def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]
 
 
 def between_steps(measurement: Measurement, restarts: float = 0.0) -> Iterator[Candidate]:
-    """Validation by its wall time, and checkpoints.
-
-    Args:
-        measurement: of the run.
-        restarts: share of its time in which the workers of validations start, where that is a finding of its own.
-    """
+    """Validation by its wall time less ``restarts``, the share that is a finding of its own, and checkpoints."""
     waterfall = measurement.waterfall
     checkpoint_s = waterfall.wait("checkpoint")
     validation = waterfall.share(waterfall.validation_s) - restarts
@@ -168,11 +155,7 @@ def _checkpoint(measurement: Measurement, seconds: float) -> Finding:
 
 
 def hyperparameters_note(kept: Sequence[str]) -> str:
-    """What to do about data that ``save_hyperparameters`` has taken in.
-
-    Args:
-        kept: each as ``"dataset (Photos)"``.
-    """
+    """What to do about data that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``."""
     names = ", ".join(repr(each.partition(" ")[0]) for each in kept)
     return (
         f"save_hyperparameters() keeps {', '.join(kept)}: it is copied when the module is made, and written with every "

@@ -29,24 +29,14 @@ _BETWEEN_UINT8_AND_FLOAT: Final = 2.0
 
 @dataclass(frozen=True)
 class StorageAdvice:
-    """What to change in how samples are stored or decoded.
-
-    Attributes:
-        advice: sentences; empty where nothing of the kind helps.
-        evidence: its numbers; the unit is in each name.
-    """
+    """What to change in how samples are stored or decoded; empty where nothing of the kind helps."""
 
     advice: str = ""
-    evidence: dict[str, float | str] = field(default_factory=dict)
+    evidence: dict[str, float | str] = field(default_factory=dict)  # the unit is in each name
 
 
 def storage_advice(cause: str, measurement: Measurement) -> StorageAdvice:
-    """The step for a cause; empty for causes that no such step takes away, and for pipelines of their own.
-
-    Args:
-        cause: of the loader's finding.
-        measurement: of the run.
-    """
+    """The step for a cause; empty for causes that no such step takes away, and for pipelines of their own."""
     if not CAUSES[cause].storage or measurement.late_pipelines is not None:
         return StorageAdvice()
     images = measurement.images
@@ -114,10 +104,7 @@ def _cheaper_decoding(cause: str, images: ImageSamples, measurement: Measurement
 
 
 def _decodes_in_s(images: ImageSamples, measurement: Measurement) -> float | None:
-    """CPU seconds in which an image is decoded as it is now; None where that cannot be known.
-
-    The dataset is not looked into: one that takes less CPU time than PIL needs does not decode with PIL.
-    """
+    """CPU seconds to decode an image; None where unknown: a dataset faster than PIL does not decode with PIL."""
     workers = measurement.workers
     if workers is None or not workers.batches or not images.batch_size:
         return None

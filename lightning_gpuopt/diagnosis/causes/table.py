@@ -15,34 +15,20 @@ GpusWaiting = Literal["all", "others", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause of waiting.
+    """One cause of waiting."""
 
-    Attributes:
-        name: as it stands in reports and in their JSON.
-        meaning: a sentence for the top of a report.
-        advice: what to do about it; ``{names}`` in it are filled in by the finding.
-        group: the part of a run that it lies in.
-        in_user_code: whether Python code of the user's takes the time, so that its lines can be sampled.
-        storage: whether storing or decoding the samples otherwise can take it away.
-        needs_cpus: whether another CPU would help.
-        decided_by: keys of the evidence that show it best, separated by blanks: the terminal shows the first
-            :data:`FACTS_SHOWN` that a finding has.
-        waiting: which GPUs compute nothing meanwhile.
-        doing: what the loader does meanwhile, where more workers take the cause away; else empty.
-        cases: other advice, by the case that it is for.
-    """
-
-    name: str
-    meaning: str
-    advice: str
+    name: str  # as it stands in reports and in their JSON
+    meaning: str  # a sentence for the top of a report
+    advice: str  # ``{names}`` in it are filled in by the finding
+    # keys of the evidence that show it best, separated by blanks: the terminal shows the first :data:`FACTS_SHOWN`
     decided_by: str = ""
     group: Group = "run"
-    waiting: GpusWaiting = "all"
-    in_user_code: bool = False
-    storage: bool = False
-    needs_cpus: bool = False
-    doing: str = ""
-    cases: Mapping[str, str] = field(default_factory=dict)
+    waiting: GpusWaiting = "all"  # which GPUs compute nothing meanwhile
+    in_user_code: bool = False  # whether the user's Python takes the time, so that its lines can be sampled
+    storage: bool = False  # whether storing or decoding the samples otherwise can take it away
+    needs_cpus: bool = False  # whether another CPU would help
+    doing: str = ""  # what the loader does meanwhile, where more workers take the cause away
+    cases: Mapping[str, str] = field(default_factory=dict)  # other advice, by the case that it is for
 
     @property
     def in_loader_code(self) -> bool:

@@ -1,8 +1,4 @@
-"""The charts of the page: numbers from a report in, shapes and labels out. ``var(--...)`` is the page's colour.
-
-The page draws them as SVG, without a library and without JavaScript. Places are in percent of a chart's width and
-height, from its upper left corner, so that a chart fits any screen.
-"""
+"""Charts of the page as SVG shapes in percent of a chart's width and height; ``var(--...)`` is the page's colour."""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ PHASE_COLORS: Final[Mapping[str, str]] = {
     "epoch_setup": "#693c5a",
     "other": "#c3c3a5",
 }
-"""Six colours of Okabe and Ito (https://jfly.uni-koeln.de/color/), and five that stay apart from them and from each
-other under every kind of colour blindness."""
+"""Okabe and Ito's six colours (https://jfly.uni-koeln.de/color/) and five more, apart under any colour blindness."""
 
 _UNKNOWN_PHASE: Final = "#888888"
 _INK: Final = "var(--ink)"
@@ -43,19 +38,10 @@ _BARS: Final = ((10.0, 42.0), (58.0, 90.0))
 
 @dataclass(frozen=True)
 class Shape:
-    """A path of a chart.
+    """A path of a chart, with attributes as in SVG."""
 
-    Attributes:
-        path: as in SVG's ``d``.
-        title: shown beside the mouse.
-        fill: its colour.
-        stroke: the colour of its line.
-        width_px: of its line.
-        dash: of its line, as in SVG.
-    """
-
-    path: str
-    title: str = ""
+    path: str  # as in SVG's ``d``
+    title: str = ""  # shown beside the mouse
     fill: str = "none"
     stroke: str = "none"
     width_px: float = 1.0
@@ -64,31 +50,18 @@ class Shape:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart and what the page needs to draw it.
+    """A chart and what the page needs to draw it."""
 
-    Attributes:
-        name: id of its element.
-        alt: what it shows, for those who cannot see it.
-        height_px: its height.
-        shapes: what is drawn, in this order.
-        x_ticks: places on the axis below, and their labels.
-        y_ticks: places on the axis on the left, and their labels.
-        marks: labels in the chart: place from the left and from the top, text.
-        legend: names and colours.
-        x_title: what the axis below is.
-        grid: whether lines are drawn at the ticks on the left.
-    """
-
-    name: str
-    alt: str
+    name: str  # id of its element
+    alt: str  # what it shows, for those who cannot see it
     height_px: int
-    shapes: Sequence[Shape]
+    shapes: Sequence[Shape]  # drawn in this order
     x_ticks: Sequence[tuple[float, str]]
     y_ticks: Sequence[tuple[float, str]]
-    marks: Sequence[tuple[float, float, str]] = ()
-    legend: Sequence[tuple[str, str]] = ()
+    marks: Sequence[tuple[float, float, str]] = ()  # labels in the chart: place from the left and from the top, text
+    legend: Sequence[tuple[str, str]] = ()  # names and colours
     x_title: str = ""
-    grid: bool = True
+    grid: bool = True  # whether lines are drawn at the ticks on the left
 
 
 def color_of(phase: str) -> str:

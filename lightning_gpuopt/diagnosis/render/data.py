@@ -12,16 +12,7 @@ if TYPE_CHECKING:
 
 
 def comparison_data(comparison: Comparison, gate: Gate | None = None) -> dict[str, Any]:
-    """Two runs side by side as plain data; what is not known is left out.
-
-    Args:
-        comparison: the runs.
-        gate: what a gate on them found, if there was one.
-
-    Returns:
-        ``before`` and ``after`` (``verdict``, ``step_s``, ``median_step_s``, ``phases_s_per_step``: host seconds of a
-        steady step), ``speedup``, ``differences``, ``proofs``, and ``gate``.
-    """
+    """Two runs side by side as plain data; what is not known is left out, phases are host seconds of a steady step."""
     data = {
         "before": _run(comparison.before),
         "after": _run(comparison.after),

@@ -30,18 +30,7 @@ _FILTERS: Final = (
 
 
 def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
-    """Draw a report as one self-contained HTML page.
-
-    Whatever the report holds is escaped, in the text and in the charts; a content security policy keeps the page from
-    loading anything.
-
-    Args:
-        report: what to draw.
-        baseline: an earlier run to hold it against, at the top of the page.
-
-    Returns:
-        The page, whose charts are drawings: it needs no library, no network and no other file.
-    """
+    """A report as one page that loads nothing else (a content security policy), all of its text escaped."""
     comparison = compare(baseline, report) if baseline is not None else None
     page: str = (
         _environment()

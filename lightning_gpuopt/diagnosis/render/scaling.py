@@ -20,15 +20,7 @@ _LIMITS: Final = LIMITS | {"reduction": "the reduction of gradients"}
 
 
 def render_scaling(scaling: Scaling, width: int = 80) -> str:
-    """Draw a forecast as plain text.
-
-    Args:
-        scaling: what to draw.
-        width: columns of the terminal.
-
-    Returns:
-        The run as it was, what several GPUs would bring over each link, and the notes.
-    """
+    """A forecast for several GPUs as plain text, ``width`` columns wide."""
     console = new_console(width)
     console.print(Text(_run(scaling)))
     for each in scaling.links:

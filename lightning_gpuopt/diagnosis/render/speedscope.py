@@ -14,15 +14,7 @@ _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 
 
 def speedscope(sampled: Sequence[Sampled], name: str = "lightning-gpuopt") -> dict[str, Any]:
-    """One profile for each activity of each process.
-
-    Args:
-        sampled: what was sampled.
-        name: title of the whole.
-
-    Returns:
-        The file's content, ready for :func:`json.dump`; weights are in seconds.
-    """
+    """One profile for each activity of each process, for :func:`json.dump`; weights are in seconds."""
     numbers: dict[Call, int] = {}
     profiles = []
     for each in sampled:

@@ -21,16 +21,7 @@ _BAR_WIDTH: Final = 30
 
 
 def render_text(report: RunRecord, width: int = 80) -> str:
-    """Draw a report as plain text.
-
-    Args:
-        report: what to draw.
-        width: columns of the terminal.
-
-    Returns:
-        What was changed and gained, the verdict, the findings with the figures that decided and what they predict, the
-        table of phases, risks, and the time in which GPUs stood still, without a newline at the end.
-    """
+    """A report as plain text, ``width`` columns wide, without a newline at the end."""
     console = new_console(width)
     _print_changes(console, report)
     for proof in report.proofs:
@@ -90,16 +81,7 @@ def _print_changes(console: Console, report: RunRecord) -> None:
 
 
 def render_comparison(comparison: Comparison, width: int = 80) -> str:
-    """Draw two runs side by side as plain text.
-
-    Args:
-        comparison: the runs.
-        width: columns of the terminal.
-
-    Returns:
-        Both verdicts, the speed before and after, the phases of a step in both, and the proofs, without a newline at
-        the end.
-    """
+    """Two runs side by side as plain text, ``width`` columns wide, without a newline at the end."""
     before, after = comparison.before, comparison.after
     console = new_console(width)
     console.print(Text(f"Verdict: {before.verdict} → {after.verdict}"))

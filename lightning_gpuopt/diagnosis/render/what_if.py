@@ -25,15 +25,7 @@ LIMITS: Final = {
 
 
 def render_forecast(forecast: Forecast, width: int = 80) -> str:
-    """Draw a forecast as plain text.
-
-    Args:
-        forecast: what to draw.
-        width: columns of the terminal.
-
-    Returns:
-        The run as it was beside the run as it would be, the gain to expect, and the notes.
-    """
+    """A forecast as plain text, ``width`` columns wide."""
     console = new_console(width)
     console.print(_table(forecast))
     console.print(Text(f"Expected: {wording.gain(forecast.speedup)} the samples per second"))

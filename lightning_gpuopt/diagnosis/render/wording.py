@@ -215,10 +215,7 @@ def headroom_line(report: RunRecord) -> str | None:
 
 
 def measured_part(report: RunRecord) -> str:
-    """Which steps the step time is of, and how long they took; empty where that is the run, or not known.
-
-    What lies between steps, such as validation, is no part of them.
-    """
+    """Which steps the step time is of, and how long they took; empty where that is the whole run, or not known."""
     if report.step_s is None or report.measured_steps is None:
         return ""
     took_s = report.measured_steps * report.step_s
@@ -230,10 +227,7 @@ def measured_part(report: RunRecord) -> str:
 
 
 def standstill_line(report: RunRecord) -> str | None:
-    """For how long GPUs computed nothing, by finding, and what that cost where :data:`PRICE_VARIABLE` is set.
-
-    None on other devices than CUDA, and below a GPU-minute.
-    """
+    """For how long GPUs stood still, by finding, and what that cost; None off CUDA and below a GPU-minute."""
     ranks = report.environment.get("ranks", "1")
     gpus = int(ranks) if ranks.isdecimal() else 1
     if not report.environment.get("device", "").startswith("cuda"):
@@ -358,10 +352,7 @@ def no_proof_line(comparison: Comparison) -> str | None:
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Two runs beside each other, as (what, before, after): speed, then time per step and share of each phase.
-
-    All of the same steps: those after warm-up, and since the last change.
-    """
+    """Two runs as (what, before, after): speed, then phases per step, after warm-up and since the last change."""
     runs = (comparison.before, comparison.after)
     before, after = (run.measured for run in runs)
     rows: list[tuple[str, ...]] = [
