@@ -26,7 +26,6 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 __all__ = [
     "collate",
-    "copy_each",
     "count_holders",
     "default_collate_fn_map",
     "default_store",
@@ -44,11 +43,6 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     """What :func:`count_holders` knows a storage by."""
     key: int = storage._cdata
     return key
-
-
-def copy_each(to: list[torch.Tensor], source: list[torch.Tensor]) -> None:
-    """Copy each tensor of one list into that of the other, in one call."""
-    torch._foreach_copy_(to, source)
 
 
 def version_of(tensor: torch.Tensor) -> int | None:

@@ -182,8 +182,7 @@ class SteadyStateAccumulator:
             grows=self._grows,
         )
         if self._device is None or self._looks.kernels is None:
-            operators = self._looks.operators
-            return replace(measured, operators=operators.kernels) if operators is not None else measured
+            return measured
         kernels = self._looks.kernels
         return replace(
             measured,

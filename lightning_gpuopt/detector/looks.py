@@ -7,21 +7,19 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
 from lightning_gpuopt.compat.lightning_loops import batches_left
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
-from lightning_gpuopt.detector.operator_profiling import OperatorProfiling
 from lightning_gpuopt.detector.stack_sampling import StackSampling
 from lightning_gpuopt.detector.trace_recording import TraceRecording
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.timeline.module_calls import ModuleCalls
-from lightning_gpuopt.timeline.phases import Timeline
 
 _NO_TABLE: Final = (
     'What the steps compute was not looked at: with StallDetector(profile="on") the report has it by kind, by kernel '
@@ -32,15 +30,13 @@ _NO_TABLE: Final = (
 class Looks:
     """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
 
-    ``kernels`` is None on other devices than CUDA, ``operators`` on other devices than a CPU, ``stacks`` on ranks that
-    do not report.
+    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report.
     """
 
     def __init__(self) -> None:
         self.kernels: KernelProfiling | None = None
-        self.operators: OperatorProfiling | None = None
         self.stacks: StackSampling | None = None
-        self._trace = TraceRecording(lambda steps: all(each.leaves_time_for(steps) for each in self._profilings))
+        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
         self._found: Sequence[Finding] = ()
         self._due_at = -sys.maxsize
 
@@ -48,12 +44,10 @@ class Looks:
         self,
         trainer: Trainer,
         pl_module: LightningModule,
-        timeline: Timeline,
         *,
         threshold: float,
         profile: Profile,
         device: DeviceWatch | None,
-        found: Callable[[], bool],
     ) -> None:
         """Prepare the looks that this device allows, when training starts; ``threshold`` is of idle time, 0-1."""
 
@@ -61,7 +55,6 @@ class Looks:
             """None where hooks could have torch compile the modules anew."""
             return None if has_compiled() else ModuleCalls(pl_module, time.perf_counter)
 
-        several = trainer.world_size > 1
         if device is not None:
             self.kernels = KernelProfiling(
                 device,
@@ -69,20 +62,10 @@ class Looks:
                 profile=profile,
                 batches_left=lambda: batches_left(trainer),
                 rank=trainer.global_rank,
-                several_ranks=several,
+                several_ranks=trainer.world_size > 1,
                 rhythm=lambda: int(trainer.accumulate_grad_batches),
                 is_taken=lambda: self.profiler_is_taken,
                 modules=modules,
-            )
-        elif trainer.is_global_zero and trainer.strategy.root_device.type == "cpu":
-            self.operators = OperatorProfiling(
-                timeline,
-                profile,
-                batches_left=lambda: batches_left(trainer),
-                several_ranks=several,
-                is_taken=lambda: self.profiler_is_taken,
-                modules=modules,
-                found=found,
             )
 
     @property
@@ -94,11 +77,6 @@ class Looks:
     def sampled(self) -> tuple[Sampled, ...]:
         """The stacks that were sampled for the findings."""
         return self.stacks.sampled() if self.stacks is not None else ()
-
-    def see_loss(self, loss: Any) -> None:
-        """A backward pass is about to begin."""
-        if self.operators is not None:
-            self.operators.see_loss(loss)
 
     def record_trace(self, path: Path) -> None:
         """Record the next five steps, as soon as torch.profiler is free; once."""
@@ -117,16 +95,13 @@ class Looks:
         self._due_at = -sys.maxsize  # what is found below may have more to do with the next step
         self._look(steps, gpu, findings)
         if self.kernels is None and not self._found and not self._trace.wants_steps:
-            due = self.operators.due_at if self.operators is not None else sys.maxsize
-            self._due_at = min(due, self.stacks.due_at(steps)) if self.stacks is not None else due
+            self._due_at = self.stacks.due_at(steps) if self.stacks is not None else sys.maxsize
 
     def _look(
         self, steps: int, gpu: Callable[[], GpuTimes] | None, findings: Callable[[], list[Finding] | None]
     ) -> None:
         if self.kernels is not None:
             self.kernels.step_done(steps, gpu)
-        if self.operators is not None:
-            self.operators.step_done(steps)
         self._trace.step_done()
         if self.stacks is None:
             return
@@ -151,7 +126,7 @@ class Looks:
 
     def finish(self) -> None:
         """Training has ended: read what there is, and begin nothing."""
-        for each in (*self._profilings, self.stacks):
+        for each in (self.kernels, self.stacks):
             if each is not None:
                 each.finish()
 
@@ -163,19 +138,16 @@ class Looks:
 
     def notes(self, findings: Sequence[Finding] | None) -> list[str]:
         """What the looks cost, and what could not be seen; ``findings`` are None while a warm-up goes on."""
-        notes = [note for each in (*self._profilings, self._trace) for note in each.notes]
-        if findings is not None and not findings and any(each.left_out for each in self._profilings):
+        kernels = self.kernels
+        notes = [*(kernels.notes if kernels is not None else []), *self._trace.notes]
+        if findings is not None and not findings and kernels is not None and kernels.left_out:
             notes.append(_NO_TABLE)
         return notes + (self.stacks.notes(findings) if self.stacks is not None and findings is not None else [])
 
     @property
     def _records(self) -> bool:
         """Whether torch.profiler records now: stacks that are sampled meanwhile would be in its record."""
-        return self._trace.is_recording or any(each.recording for each in self._profilings)
-
-    @property
-    def _profilings(self) -> list[KernelProfiling | OperatorProfiling]:
-        return [each for each in (self.kernels, self.operators) if each is not None]
+        return self._trace.is_recording or (self.kernels is not None and self.kernels.recording)
 
     def _sample(self) -> None:
         assert self.stacks is not None

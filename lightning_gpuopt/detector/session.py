@@ -162,11 +162,9 @@ class DetectorSession:
         self._looks.begin(
             trainer,
             self._pl_module,
-            self.timeline,
             threshold=self._options.threshold,
             profile=self._options.profile,
             device=self._device,
-            found=lambda: self._accumulator is None or bool(self._accumulator.findings),
         )
         placed.undo.callback(self._looks.close)
         if trainer.world_size > 1:
@@ -230,8 +228,7 @@ class DetectorSession:
         self.sees_batches = self._run_settings is not None
 
     def see_loss(self, loss: Any) -> None:
-        """Look at the graphs of a few losses: which operations a step has, on CUDA also in which precision."""
-        self._looks.see_loss(loss)
+        """Look at the graphs of a few losses, on CUDA: in which precision a step computes."""
         if self._run_settings is not None:
             self._run_settings.see_loss(loss)
 

@@ -23,7 +23,7 @@ def kernel_hints(kernels: StepKernels | None, work_share: float, known: Sequence
 
     Hints in ``known`` that concern the same setting are told with what the kernels add to them.
     """
-    if kernels is None or not kernels.on_gpu:
+    if kernels is None:
         return list(known)
     plain = _plain_products(kernels, work_share)
     names = {each.name for each in known}

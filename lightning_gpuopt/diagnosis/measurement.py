@@ -43,7 +43,6 @@ class Measurement:
     device: DeviceState | None = None  # what NVML reported
     syncs: SyncSighting | None = None
     look: StepLook | None = None  # a close look at the step's kernels
-    operators: StepKernels | None = None  # what a CPU's steps consist of
     look_pending: bool = False  # until a look has come nothing is said of the inside of the step
     look_missed: bool = False  # a look was needed, and not allowed
     ranks: tuple[RankWork, ...] = ()  # the work of all ranks; empty on one
@@ -80,7 +79,7 @@ class Measurement:
     @property
     def kernels(self) -> StepKernels | None:
         """What the steps' work consists of; None where nothing was looked at."""
-        return self.look.kernels if self.look is not None else self.operators
+        return self.look.kernels if self.look is not None else None
 
     @cached_property
     def growth(self) -> Growth | None:

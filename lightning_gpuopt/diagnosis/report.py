@@ -53,10 +53,10 @@ class StallReport(RunRecord):
         environment: machine and versions.
         loader_costs: what the loader and the step cost per batch, for ``lightning-gpuopt what-if``; None where that was
             not measured.
-        kernels: the five kernels that take most of the GPU's time in the steps that were looked at; on a CPU,
-            operators. Empty where nothing was looked at.
+        kernels: the five kernels that take most of the GPU's time in the steps that were looked at; empty where none
+            were.
         kernel_kinds: share of each kind of kernel in that time, 0-1; empty likewise.
-        kernel_summary: of the same: ``ms_per_step``, on a GPU ``short_per_step`` and ``short_share`` (kernels under
+        kernel_summary: of the same: ``ms_per_step``, ``short_per_step`` and ``short_share`` (kernels under
             10 µs), and ``unassigned_share``, the share that is of no module where modules were watched.
         idle_shares: share of time, 0-1, in which the GPU was idle, by source: ``"events"``, ``"host"``, ``"records"``,
             ``"nvml"``; those that say nothing are absent.

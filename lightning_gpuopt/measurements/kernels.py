@@ -1,4 +1,4 @@
-"""What the work of a step consists of, as plain data: by kind, and the dearest kernels or operators."""
+"""What the work of a step consists of, as plain data: by kind, and the dearest kernels."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ KERNEL_KINDS: Final = (
     "communication",
     "other",
 )
-"""Kinds of work; ``"matmul"`` is without tensor cores, and on a CPU all of it."""
+"""Kinds of work; ``"matmul"`` is without tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """One of the kernels that take most of the GPU's time; on a CPU, an operator. Guide: ``docs/reports.md``.
+    """One of the kernels that take most of the GPU's time. Guide: ``docs/reports.md``.
 
     Attributes:
         name: as the profiler gives it.
@@ -45,7 +45,7 @@ class KernelShare:
 class StepKernels:
     """The work of a mean step."""
 
-    seconds: float  # all kernels and copies, added up; on a CPU all operators, without those inside
+    seconds: float  # all kernels and copies, added up
     kinds: dict[str, float] = field(default_factory=dict)  # share of each kind, 0-1
     dearest: tuple[KernelShare, ...] = ()  # those that take most of the time, the first most
     short_per_step: float = 0.0  # kernels shorter than 10 µs
@@ -53,12 +53,13 @@ class StepKernels:
     transposes_share: float = 0.0  # kernels that bring images from one memory format to another
     optimizer_per_step: float = 0.0  # kernels that the optimizer launches
     unassigned: float | None = None  # share of time of no module, 0-1; None: modules were not watched
-    on_gpu: bool = True  # kernels; else operators of a CPU
 
     @property
     def summary(self) -> dict[str, float]:
         """What the report keeps beside kinds and kernels; what is not known is absent."""
-        known = {"ms_per_step": round(self.seconds * 1e3, 3)}
-        if self.on_gpu:
-            known |= {"short_per_step": round(self.short_per_step, 1), "short_share": self.short_share}
+        known = {
+            "ms_per_step": round(self.seconds * 1e3, 3),
+            "short_per_step": round(self.short_per_step, 1),
+            "short_share": self.short_share,
+        }
         return known | ({"unassigned_share": self.unassigned} if self.unassigned is not None else {})

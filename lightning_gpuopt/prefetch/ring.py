@@ -13,29 +13,10 @@ from typing import Any
 import torch
 
 from lightning_gpuopt.compat.torch_internals import count_holders, storage_key
-from lightning_gpuopt.prefetch.packing import Layout
 from lightning_gpuopt.prefetch.stream import Streams
 
 
-class _Watched:
-    """A storage of which is known whether somebody else holds a tensor in it."""
-
-    __slots__ = ("_alone", "_storage", "_storage_key")
-
-    def _watch(self, storage: torch.UntypedStorage) -> None:
-        self._storage = storage
-        self._storage_key = storage_key(storage)
-        assert count_holders is not None
-        self._alone = count_holders(self._storage_key)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether somebody still has a tensor that was given out, or a view of it."""
-        assert count_holders is not None
-        return count_holders(self._storage_key) > self._alone
-
-
-class Destination(_Watched):
+class Destination:
     """Memory for one tensor of a batch.
 
     Args:
@@ -43,7 +24,7 @@ class Destination(_Watched):
         device: where the memory is.
     """
 
-    __slots__ = ("_base", "_layout")
+    __slots__ = ("_alone", "_base", "_layout", "_storage", "_storage_key")
 
     def __init__(self, like: torch.Tensor, device: torch.device) -> None:
         # Inside inference mode it would be a tensor that training cannot write to.
@@ -52,8 +33,16 @@ class Destination(_Watched):
         self._layout = _layout(like)
 
     def _keep(self, base: torch.Tensor) -> None:
-        self._base = base
-        self._watch(base.untyped_storage())
+        self._base, self._storage = base, base.untyped_storage()
+        self._storage_key = storage_key(self._storage)
+        assert count_holders is not None
+        self._alone = count_holders(self._storage_key)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody still has a tensor that was given out, or a view of it."""
+        assert count_holders is not None
+        return count_holders(self._storage_key) > self._alone
 
     def fits(self, source: torch.Tensor) -> bool:
         """Whether a tensor can go here; the memory takes on its shape."""
@@ -78,33 +67,6 @@ class Destination(_Watched):
         return self._base.data
 
 
-class Slab(_Watched):
-    """Memory for all tensors of a batch in one piece.
-
-    Args:
-        layout: where they lie.
-        device: where the memory is.
-    """
-
-    __slots__ = ("_views", "layout", "memory")
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout = layout
-        with torch.inference_mode(False):
-            self.memory = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-            self._views = layout.views(self.memory)
-        self._watch(self.memory.untyped_storage())
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nobody has freed it."""
-        return self._storage.nbytes() >= self.layout.nbytes
-
-    def tensors(self) -> list[torch.Tensor]:
-        """The batch's tensors in the slab, each with a version counter of its own."""
-        return [view.data for view in self._views]
-
-
 def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride()
 
@@ -122,8 +84,6 @@ class DestinationSet:
         self._device = device
         self._tensors: list[Destination] = []
         self._idle: list[bool] = []
-        self._slab: Slab | None = None
-        self._slab_idle = False
         self._free = streams.new_event()
         self._begun = False
         self.in_use = False
@@ -139,7 +99,6 @@ class DestinationSet:
                     self._tensors[number] = each.reallocate()
         self._streams.record(self._free)
         self._idle = [not each.is_held for each in self._tensors]
-        self._slab_idle = self._slab is not None and not self._slab.is_held
 
     def destinations(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors on the device for a batch; the side stream may write to them when this returns.
@@ -164,28 +123,6 @@ class DestinationSet:
             given.append(here.tensor())
         self._let_side_write(later=later)
         return given
-
-    def slab(self, layout: Layout) -> tuple[Slab, bool]:
-        """Memory in one piece for a batch; the side stream may write to it when this returns.
-
-        Returns:
-            It, and whether somebody keeps a tensor of the batch that was in it, and with it the whole piece.
-        """
-        slab, kept = self._slab, self._slab is not None and self._slab.is_held
-        later = not self._begun or not self._slab_idle
-        self._begun = True
-        if slab is None or kept or slab.layout is not layout or not slab.is_whole:
-            slab = self._slab = Slab(layout, self._device)
-            later = True
-        self._let_side_write(later=later)
-        return slab, kept
-
-    def keep_only(self, *, slab: bool) -> None:
-        """Give the memory back that is of no use any more: the slab, or the tensors' own."""
-        if slab:
-            self._tensors, self._idle = [], []
-        else:
-            self._slab = None
 
     def _let_side_write(self, *, later: bool) -> None:
         """The side stream goes on when the compute stream has done what used this memory before.

@@ -1,4 +1,4 @@
-"""A batch's way to the device on the side stream: tensor by tensor, in one packed copy, or by a ``to`` of its own."""
+"""A batch's way to the device on the side stream: tensor by tensor, or by a ``to`` of its own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,8 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_gpuopt.prefetch.leaves import MOVABLE, Found, is_dense, is_plain, tensors_of_flat
-from lightning_gpuopt.prefetch.packing import HostSlabs, Layout
 from lightning_gpuopt.prefetch.ring import DestinationSet, Ring
 from lightning_gpuopt.prefetch.stream import CopyEvents, CopyTimes, Streams
-
-_MANY: Final = 8
-"""From so many tensors on it is tried whether one packed copy is faster."""
-
-_SMALL_BYTES: Final = 64 << 10
-"""A tensor's mean size up to which that may be so: in the microseconds that a copy costs the host it packs so much."""
 
 _TRIALS: Final = 4
 """Batches on which each of two ways is timed; the first is a warm-up."""
@@ -60,15 +53,6 @@ class FasterOfTwo:
         if all(len(times) >= _TRIALS for times in self._seconds.values()):
             self._chosen = min(self._seconds, key=lambda way: min(self._seconds[way][1:]))
 
-    def choose(self, way: str) -> None:
-        """Go this way from now on."""
-        self._chosen = way
-
-    @property
-    def is_chosen(self) -> bool:
-        """Whether the trials are over."""
-        return self._chosen is not None
-
 
 class UserCodeError(Exception):
     """Around what the user's own code has raised, which is to end training as it would have.
@@ -100,7 +84,6 @@ class Staged:
         "nbytes",
         "pageable_bytes",
         "pinning",
-        "slab_copied",
         "sources",
         "targets",
         "way",
@@ -114,9 +97,8 @@ class Staged:
         self.sources: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
         self.pinning: Future[None] | None = None
-        self.slab_copied: Any = None
         self.has_begun = False
-        self.way: tuple[FasterOfTwo, str] | None = None
+        self.way: str | None = None  # that is timed
         self.host_s = 0.0
 
 
@@ -148,10 +130,7 @@ class TransferPipeline:
         self._ring = Ring(streams, device, depth + 1)
         self._delivered: list[DestinationSet] = []
         self._thread: ThreadPoolExecutor | None = None
-        self._packing = FasterOfTwo("each", "packed")
         self._pinning = FasterOfTwo("plain", "thread")
-        self._slabs = HostSlabs(streams, pinned=self._on_cuda)
-        self._layout: Layout | None = None
         self._opaque = self._has_moved_others = False
         self._reached = streams.new_event()
         self.times = CopyTimes(streams)
@@ -219,7 +198,7 @@ class TransferPipeline:
         self.times.used(events, training=training)
         self.times.read()
         if staged.way is not None:
-            staged.way[0].took(staged.way[1], staged.host_s)
+            self._pinning.took(staged.way, staged.host_s)
         if staged.at is not None:
             self._delivered.append(staged.at)
         staged.sources, staged.targets = [], []
@@ -348,8 +327,6 @@ class TransferPipeline:
             for target, source in zip(staged.targets, staged.sources, strict=True):
                 target.copy_(source, non_blocking=True)
             self.streams.record_on_side(staged.events.ends)
-            if staged.slab_copied is not None:
-                self.streams.record_on_side(staged.slab_copied)
 
     def _destinations(self, sources: list[torch.Tensor], staged: Staged, at: DestinationSet) -> list[torch.Tensor]:
         """The batch's tensors on the device; ``staged`` then has what is to be copied where."""
@@ -357,36 +334,12 @@ class TransferPipeline:
         # One stands for all: they come from one loader.
         pageable = self._on_cuda and not max(sources, key=_nbytes).is_pinned()
         staged.pageable_bytes = staged.nbytes if pageable else 0
-        if (
-            len(sources) >= _MANY
-            and staged.nbytes <= _SMALL_BYTES * len(sources)
-            and all(map(torch.Tensor.is_contiguous, sources))
-        ):
-            way = self._packing.way
-            staged.way = (self._packing, way)
-            if self._packing.is_chosen:
-                at.keep_only(slab=way == "packed")
-                if way == "each":
-                    self._slabs.clear()
-            if way == "packed":
-                return self._pack(sources, staged, at)
         staged.targets = given = at.destinations(sources)
-        if pageable and staged.way is None:
-            way = self._pinning.way
-            staged.way = (self._pinning, way)
-            if way == "thread":
+        if pageable:
+            staged.way = self._pinning.way
+            if staged.way == "thread":
                 self._pin(staged)
         return list(given)
-
-    def _pack(self, sources: list[torch.Tensor], staged: Staged, at: DestinationSet) -> list[torch.Tensor]:
-        if self._layout is None or self._layout.key != Layout.key_of(sources):
-            self._layout = Layout(sources)
-        slab, kept = at.slab(self._layout)
-        if kept:  # with one small tensor the user would keep all of them
-            self._packing.choose("each")
-        packed, copied = self._slabs.fill(self._layout, sources)
-        staged.sources, staged.targets, staged.slab_copied = [packed], [slab.memory], copied
-        return slab.tensors()
 
     def _pin(self, staged: Staged) -> None:
         """Bring the tensors to page-locked memory, on a thread; that itself makes no CUDA call."""

@@ -1,4 +1,4 @@
-"""What kind of work a kernel or an operator does, by its name: nothing else of a record says it."""
+"""What kind of work a kernel does, by its name: nothing else of a record says it."""
 
 from __future__ import annotations
 
@@ -38,30 +38,6 @@ _KERNELS: Final = tuple(
         ),
     )
 )
-_OPERATORS: Final = tuple(
-    (kind, re.compile(words))
-    for kind, words in (
-        ("communication", r"^(c10d|gloo|nccl)|all_reduce|allreduce|all_gather|broadcast_coalesced"),
-        ("optimizer", r"_fused_(adam|sgd|adagrad)|_foreach_|addcdiv|addcmul|lerp"),
-        ("attention", r"attention|sdpa"),
-        ("reduction", r"vector_norm|::norm\b"),
-        ("elementwise", r"normal_"),
-        ("normalization", r"norm"),
-        ("convolution", r"conv|thnn_|slow_conv"),
-        ("matmul", r"::(addmm|mm|bmm|baddbmm|matmul|linear|addmv|mv|dot|mkldnn_linear|einsum)\b|gemm"),
-        ("copy", r"copy_|_to_copy|::to\b|clone|contiguous|::cat|::stack|pin_memory|resize_"),
-        (
-            "reduction",
-            r"sum|mean|softmax|loss|::a?(max|min)\b|argmax|argmin|topk|sort|::std|::var|pool|item|_local_scalar",
-        ),
-        (
-            "elementwise",
-            r"add|sub|mul|div|neg|exp|log|sqrt|pow|relu|gelu|silu|sigmoid|tanh|threshold|dropout|fill_|zero_|where|clamp"
-            r"|bernoulli|normal_|uniform_|index|embedding|gather|scatter|upsample|::(eq|ne|lt|gt|le|ge)\b|masked|hardtanh"
-            r"|leaky|elu",
-        ),
-    )
-)
 
 _TRANSPOSES: Final = re.compile(r"nchwtonhwc|nhwctonchw")
 
@@ -73,12 +49,6 @@ def kind_of_kernel(name: str) -> str:
     if kind != "matmul":
         return kind
     return "matmul_tensor_core" if _TENSOR_CORES.search(lower) and not _SIMT.search(lower) else "matmul"
-
-
-def kind_of_operator(name: str) -> str:
-    """One of ``KERNEL_KINDS`` but ``"matmul_tensor_core"``, by the name of an operator: ``"aten::addmm"``."""
-    lower = name.lower()
-    return next((kind for kind, words in _OPERATORS if words.search(lower)), "other")
 
 
 def is_a_transpose(name: str) -> bool:

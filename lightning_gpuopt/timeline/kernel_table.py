@@ -17,7 +17,7 @@ _LONGEST_NAME: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """A kernel, a copy or an operator of a step."""
+    """A kernel or a copy of a step."""
 
     name: str  # as the profiler gives it
     kind: str  # one of ``KERNEL_KINDS``
@@ -25,9 +25,7 @@ class StepWork:
     module: str = ""  # the user's module that it belongs to; empty where none is known
 
 
-def table_of(
-    works: Iterable[StepWork], steps: int, *, modules_watched: bool = False, on_gpu: bool = True
-) -> StepKernels | None:
+def table_of(works: Iterable[StepWork], steps: int, *, modules_watched: bool = False) -> StepKernels | None:
     """Add up the work of so many steps; the mean step, or None where nothing ran."""
     works = [each for each in works if each.seconds > 0]
     whole_s = sum(each.seconds for each in works)
@@ -51,7 +49,6 @@ def table_of(
         transposes_share=share(lambda each: is_a_transpose(each.name)),
         optimizer_per_step=sum(each.kind == "optimizer" for each in works) / steps,
         unassigned=share(lambda each: not each.module) if modules_watched else None,
-        on_gpu=on_gpu,
     )
 
 

@@ -22,10 +22,8 @@ import torch
 
 from lightning_gpuopt.compat.torch_internals import profiler_is_enabled
 from lightning_gpuopt.measurements.gpu import StepLook
-from lightning_gpuopt.measurements.kernels import StepKernels
 from lightning_gpuopt.timeline.activity import ActivitySpan, look_of
 from lightning_gpuopt.timeline.module_calls import ModuleCalls
-from lightning_gpuopt.timeline.operators import operators_of
 from lightning_gpuopt.timeline.records import records_of
 
 log = logging.getLogger(__name__)
@@ -55,14 +53,11 @@ class ProfilerLook:
     to 16. ``recorded_s`` is when recording began and ended, in seconds of ``time.perf_counter``.
     """
 
-    _activity = torch.profiler.ProfilerActivity.CUDA
-    _least_steps = _STEPS
-
     def __init__(self, rhythm: int = 1, modules: ModuleCalls | None = None) -> None:
         self._modules = modules
         self._profiler: Any = None
         self._rhythm = rhythm
-        self._steps = min(max(self._least_steps, rhythm), _MAX_STEPS)
+        self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
         self._began_s = self._shift_s = 0.0
         self.recorded_s = (0.0, 0.0)
@@ -81,12 +76,12 @@ class ProfilerLook:
         """Start, with a step of warm-up; CannotLookError: not on this device, or not beside another profiler."""
         refuse_beside_another()
         own = torch.profiler.profile.__module__.startswith("torch.")  # else it is a stand-in, which decides for itself
-        activities = [self._activity]
-        if own and self._activity not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
-            raise CannotLookError(f"this torch cannot trace {self._activity.name}")
+        activity = torch.profiler.ProfilerActivity.CUDA
+        if own and activity not in torch.profiler.supported_activities():  # type: ignore[no-untyped-call]
+            raise CannotLookError("this torch cannot trace CUDA")
         schedule = torch.profiler.schedule(wait=0, warmup=_WARMUP_STEPS, active=self._steps, repeat=1)
         try:
-            profiler = torch.profiler.profile(activities=activities, schedule=schedule)
+            profiler = torch.profiler.profile(activities=[activity], schedule=schedule)
             OURS.add(profiler)
             profiler.start()
             self._profiler = profiler
@@ -181,26 +176,6 @@ class ProfilerLook:
             self._modules.end()
         profiler, self._profiler = self._profiler, None
         return profiler
-
-
-class OperatorLook(ProfilerLook):
-    """Records the operators that a CPU runs in a step, once: torch takes about 10 KiB and 0.1 ms for each."""
-
-    _activity = torch.profiler.ProfilerActivity.CPU
-    _least_steps = 1
-
-    def operators(self, phases: Sequence[tuple[str, float]]) -> StepKernels | None:
-        """The operators that were recorded; each phase ends at a ``time.perf_counter``. May raise CannotLookError."""
-        profiler = self._drop()
-        begin_s = self.recorded_s[0]
-        try:
-            trace, shift_s = self._trace_of(profiler)
-            inside = [each for each in phases if begin_s <= each[1]]
-            return operators_of(trace, shift_s, [("", begin_s), *inside], self._steps, self._module_at)
-        except CannotLookError:
-            raise
-        except Exception as error:
-            raise CannotLookError(f"{type(error).__name__}: {error}") from error
 
 
 def refuse_beside_another() -> None:

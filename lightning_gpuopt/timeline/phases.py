@@ -198,11 +198,6 @@ class Timeline(SlotClock):
         """What the measured thread does now, by :meth:`name_of`; None while nothing is measured. Any thread may ask."""
         return self.name_of(self._current) if self.thread else None
 
-    def keep_host_work(self) -> None:
-        """Keep the order of what the host does from now on, on a timeline that is not ``detailed``."""
-        self._host_work = []
-        self._watched = True
-
     def forget_host_work(self) -> None:
         """Stop keeping the order of what the host does: nobody will take it."""
         self._host_work = None

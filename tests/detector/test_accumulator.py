@@ -75,7 +75,7 @@ class Counters:
             clock=Clock(),
         )
         kernels = SimpleNamespace(syncs=SyncSighting(3, 0), look=None, pending=True, missed=False)
-        looks: Any = SimpleNamespace(kernels=kernels if on_gpu else None, operators=None)
+        looks: Any = SimpleNamespace(kernels=kernels if on_gpu else None)
         pauses: Any = SimpleNamespace(
             restart=lambda: note("pauses"), collections=lambda: Collections(), compilations=lambda: Compilations()
         )

@@ -15,9 +15,9 @@ TF32 = Hint(
 )
 
 
-def kernels(*, on_gpu: bool = True, **shares: Any) -> StepKernels:
+def kernels(**shares: Any) -> StepKernels:
     more = {name: shares.pop(name) for name in list(shares) if name not in KERNEL_KINDS}
-    return StepKernels(0.1, {kind: shares.get(kind, 0.0) for kind in KERNEL_KINDS}, on_gpu=on_gpu, **more)
+    return StepKernels(0.1, {kind: shares.get(kind, 0.0) for kind in KERNEL_KINDS}, **more)
 
 
 def names(table: StepKernels | None, known: tuple[Hint, ...] = ()) -> list[str]:
@@ -26,7 +26,6 @@ def names(table: StepKernels | None, known: tuple[Hint, ...] = ()) -> list[str]:
 
 def test_without_a_look_the_hints_are_as_they_were() -> None:
     assert kernel_hints(None, 0.9, [TF32]) == [TF32]
-    assert kernel_hints(kernels(on_gpu=False, elementwise=0.9), 0.9, [TF32]) == [TF32]
 
 
 def test_products_without_tensor_cores_say_what_the_others_could_bring() -> None:

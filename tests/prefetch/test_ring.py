@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from lightning_gpuopt.prefetch.leaves import Found
-from lightning_gpuopt.prefetch.packing import ALIGNMENT, Layout
 from lightning_gpuopt.prefetch.ring import Ring
 from lightning_gpuopt.prefetch.stream import NoEvent, Streams
 
@@ -147,13 +146,3 @@ def test_memory_from_inference_mode_can_be_trained_on() -> None:
     place.release()
     _, tensor = use(ring, torch.ones(3))
     assert not tensor.is_inference()
-
-
-def test_a_packed_batch_is_aligned_as_tensors_of_their_own() -> None:
-    tensors = [torch.ones(3), torch.zeros((), dtype=torch.int64), torch.ones(2, 5, dtype=torch.bool), torch.ones(0)]
-    layout = Layout(tensors)
-    memory = torch.zeros(layout.nbytes, dtype=torch.uint8)
-    views = layout.views(memory)
-    assert [(each.dtype, each.shape) for each in views] == [(each.dtype, each.shape) for each in tensors]
-    assert [(each.data_ptr() - memory.data_ptr()) % ALIGNMENT for each in views if each.numel()] == [0, 0, 0]
-    assert layout.nbytes == 4 * ALIGNMENT

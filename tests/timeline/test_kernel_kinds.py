@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpuopt.measurements.kernels import KERNEL_KINDS
-from lightning_gpuopt.timeline.kernel_kinds import is_a_transpose, kind_of_kernel, kind_of_operator
+from lightning_gpuopt.timeline.kernel_kinds import is_a_transpose, kind_of_kernel
 
 
 @pytest.mark.parametrize(
@@ -56,37 +56,6 @@ from lightning_gpuopt.timeline.kernel_kinds import is_a_transpose, kind_of_kerne
 )
 def test_kernels(name: str, kind: str) -> None:
     assert kind_of_kernel(name) == kind
-    assert kind in KERNEL_KINDS
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("aten::addmm", "matmul"),
-        ("aten::mm", "matmul"),
-        ("aten::linear", "matmul"),
-        ("aten::mkldnn_convolution", "convolution"),
-        ("aten::convolution_backward", "convolution"),
-        ("aten::_scaled_dot_product_flash_attention_for_cpu", "attention"),
-        ("aten::native_batch_norm", "normalization"),
-        ("aten::add_", "elementwise"),
-        ("aten::normal_", "elementwise"),
-        ("aten::linalg_vector_norm", "reduction"),
-        ("aten::relu", "elementwise"),
-        ("aten::clamp_min", "elementwise"),
-        ("aten::max", "reduction"),
-        ("aten::select", "other"),
-        ("aten::max_pool2d_with_indices", "reduction"),
-        ("aten::sum", "reduction"),
-        ("aten::_log_softmax", "reduction"),
-        ("aten::copy_", "copy"),
-        ("aten::_foreach_add_", "optimizer"),
-        ("c10d::allreduce_", "communication"),
-        ("aten::empty", "other"),
-    ],
-)
-def test_operators(name: str, kind: str) -> None:
-    assert kind_of_operator(name) == kind
     assert kind in KERNEL_KINDS
 
 

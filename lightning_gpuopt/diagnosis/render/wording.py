@@ -276,9 +276,8 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
     if not parts:
         return None
     summary = report.kernel_summary
-    what = "Kernels" if "short_per_step" in summary else "Operators"
     took = f", {number(summary['ms_per_step'])} ms" if "ms_per_step" in summary else ""
-    line = f"{what} of a step{took}: {', '.join(parts)}."
+    line = f"Kernels of a step{took}: {', '.join(parts)}."
     if summary.get("short_per_step"):
         line += f" {number(summary['short_per_step'])} are under 10 µs ({percent(summary['short_share'])} of the time)."
     if summary.get("unassigned_share"):
