@@ -44,7 +44,7 @@ from overhead import machine
 from storage import make_jpegs
 
 from lightning_gpuopt import DALIDataModule
-from lightning_gpuopt.storage.build.build import build_lmdb
+from lightning_gpuopt.storage.writing.build import build_lmdb
 
 SECTIONS = ("speed", "start", "memory", "values")
 NVIDIA, FOLDER, LMDB, PIL, FAST_PATH = (

@@ -13,8 +13,8 @@ from dali_peers import cpu_s
 from storage import make_jpegs
 from torch.utils.data import ConcatDataset
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.monitor import GpuMonitor
 

@@ -26,7 +26,7 @@ from lightning.pytorch import Callback, LightningModule
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import CudaPrefetcher
-from lightning_gpuopt.loading.engine.memory import Blocks, Ring, SharedFile
+from lightning_gpuopt.loading.engine.shared_blocks import BlockRing, Blocks, SharedFile
 from tests.simulators.nvml import Gpu
 
 HERE = Path(__file__).parent
@@ -207,7 +207,7 @@ def side_stream(device: Device, form: Form) -> Found:
 
 def registered_memory(device: Device, form: Form) -> Found:
     """A batch in a file in memory that was registered with CUDA, copied behind 100 ms of work."""
-    ring = Ring(SharedFile.in_memory("assumed"), 64 << 20)
+    ring = BlockRing(SharedFile.in_memory("assumed"), 64 << 20)
     ring.is_copied_here = ring.registers = True
     ring.most = ring.spare = 10
     number = ring.take()
@@ -353,9 +353,9 @@ def dali_depth(device: Device, form: Form) -> Found:
 
 def dali_kept(device: Device, form: Form) -> Found:
     """Batches decoded while the bytes of all that the engine no longer keeps are overwritten."""
-    from lightning_gpuopt.dali.engine import Engine
+    from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 
-    submit, collect = Engine.submit, Engine.collect
+    submit, collect = RunningPipeline.submit, RunningPipeline.collect
 
     def part(workload: Any) -> Found:
         import dali_peers as peers
@@ -364,12 +364,12 @@ def dali_kept(device: Device, form: Form) -> Found:
             """A number for each batch; bytes are overwritten that none of these parts of the engine keeps."""
             given: list[Any] = []
 
-            def submitted(engine: Engine, batch: Any) -> None:
+            def submitted(engine: RunningPipeline, batch: Any) -> None:
                 batch.images[:] = [each.copy() for each in batch.images]
                 given.append(batch)
                 submit(engine, batch)
 
-            def collected(engine: Engine) -> tuple[torch.Tensor, ...]:
+            def collected(engine: RunningPipeline) -> tuple[torch.Tensor, ...]:
                 tensors = collect(engine)
                 kept = {id(each) for keeper in keepers for each in getattr(engine, keeper)}
                 for batch in given if keepers else ():
@@ -379,7 +379,10 @@ def dali_kept(device: Device, form: Form) -> Found:
                 return tensors
 
             options = {"num_threads": workload.size.threads[0], "batch_size": workload.size.batch_size}
-            with patch.object(Engine, "submit", submitted), patch.object(Engine, "collect", collected):
+            with (
+                patch.object(RunningPipeline, "submit", submitted),
+                patch.object(RunningPipeline, "collect", collected),
+            ):
                 loader = peers.ours(workload.folder, device=workload.dali_device, **options).loader
                 try:
                     found = [images.float().mean() for images, _ in loader]

@@ -46,8 +46,8 @@ from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import BatchIndices, ElasticSampler
 from lightning_gpuopt.measurements.ranks import RankWork
-from lightning_gpuopt.storage.build.plan import plan_shards
 from lightning_gpuopt.storage.format import Manifest, Shard, table_bytes
+from lightning_gpuopt.storage.writing.plan import plan_shards
 from lightning_gpuopt.telemetry.keys import select_metrics
 from lightning_gpuopt.telemetry.window import DeviceWindow, Fleet, RankWindow, Stat
 from lightning_gpuopt.utils import rank_channel

@@ -60,10 +60,10 @@ from storage_peers import BATCH, CROP, WORKERS, Peer
 from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.gather import gather
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing.build import build_lmdb
 
 OURS = "lightning-gpuopt"
 RECORD = 47_000
@@ -561,7 +561,7 @@ def build(work: Path, scale: float, count: int) -> dict[str, Any]:
 BUILDER = """
 import sys
 import numpy as np
-from lightning_gpuopt.storage.build.build import build_lmdb
+from lightning_gpuopt.storage.writing.build import build_lmdb
 class Generated:
     def __init__(self, n): self.n = n
     def __len__(self): return self.n

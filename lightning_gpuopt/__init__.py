@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
     from lightning_gpuopt.diagnosis.diagnose import StallError
     from lightning_gpuopt.diagnosis.report import Finding, KernelShare, Risk, StallReport
-    from lightning_gpuopt.storage.build.build import build_lmdb
     from lightning_gpuopt.storage.format import LMDBInfo
     from lightning_gpuopt.storage.reader import LMDBDataset
     from lightning_gpuopt.storage.writer import LMDBWriter
+    from lightning_gpuopt.storage.writing.build import build_lmdb
     from lightning_gpuopt.tuning.find import find_num_workers
     from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 
@@ -71,7 +71,7 @@ _HOMES = {
     "StallError": "lightning_gpuopt.diagnosis.diagnose",
     "StallReport": "lightning_gpuopt.diagnosis.report",
     "Trial": "lightning_gpuopt.tuning.workers",
-    "build_lmdb": "lightning_gpuopt.storage.build.build",
+    "build_lmdb": "lightning_gpuopt.storage.writing.build",
     "find_num_workers": "lightning_gpuopt.tuning.find",
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.dali.engine import Engine
+from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -91,13 +91,13 @@ class TestDALIOnTheCPU:
         from gpu_assumed_runs import prefetch_queue_depth
 
         depths: list[int] = []
-        start = Engine.start
+        start = RunningPipeline.start
 
         def started(engine: Any, *state: Any) -> None:
             start(engine, *state)
             depths.append(engine._pipeline.prefetch_queue_depth)
 
-        monkeypatch.setattr(Engine, "start", started)
+        monkeypatch.setattr(RunningPipeline, "start", started)
         workload = make_data(tmp_path, "cpu", TRIAL)
 
         def batches(depth: int) -> list[tuple[list[int], float]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any, Final
 
-from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, judge, wanted_changes
 from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, RunLength
 from lightning_gpuopt.diagnosis.measurement import Measurement

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.autofix.controller import AutoFixController
-from lightning_gpuopt.autofix.loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import FIXES, Fix
 from lightning_gpuopt.autofix.trial import run_length_of
 from lightning_gpuopt.callbacks._sleeping_prefetcher import SleepingPrefetcher

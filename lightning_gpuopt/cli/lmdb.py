@@ -125,7 +125,7 @@ def _as_switches(text: str) -> str:
 
 def _build(options: Namespace) -> int:
     part = _part(options.part)
-    from lightning_gpuopt.storage.build.build import build_lmdb
+    from lightning_gpuopt.storage.writing.build import build_lmdb
 
     with warnings.catch_warnings(), _notes_printed():
         warnings.showwarning = _show_warning
@@ -170,7 +170,7 @@ def _show_warning(message: Warning | str, category: type[Warning], *args: Any, *
 @contextmanager
 def _notes_printed() -> Iterator[None]:
     """Print what the build logs: that there is nothing to do."""
-    logger = logging.getLogger("lightning_gpuopt.storage.build")
+    logger = logging.getLogger("lightning_gpuopt.storage.writing")
     handler, level = logging.StreamHandler(sys.stdout), logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

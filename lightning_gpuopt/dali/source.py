@@ -20,7 +20,7 @@ from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.other_decoder import as_ppm, for_other_decoder
-from lightning_gpuopt.loading.memory import keep_heap
+from lightning_gpuopt.loading.heap import keep_heap
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.loading.samples import SkippedSamples

@@ -10,9 +10,9 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader
 from lightning_gpuopt.loading.engine.iterator import can_serve
-from lightning_gpuopt.loading.engine.memory import can_share
-from lightning_gpuopt.loading.loader import ElasticLoader
+from lightning_gpuopt.loading.engine.shared_blocks import can_share
 from lightning_gpuopt.objects.dataset_state import Held
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of

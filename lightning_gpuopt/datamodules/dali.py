@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from lightning_gpuopt.compat.lightning import MisconfigurationException
 from lightning_gpuopt.dali import pipelines
+from lightning_gpuopt.dali.dali_loader import DALILoader
 from lightning_gpuopt.dali.encoded import EncodedImages, FileList
-from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.library import load_dali
-from lightning_gpuopt.dali.loader import DALILoader
+from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 from lightning_gpuopt.dali.source import Areas, BatchSource, CenterAreas, RandomAreas
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.checks import BadImage
@@ -227,7 +227,7 @@ class DALIDataModule(ResumableDataModule):
         loader = DALILoader(
             source,
             sampler,
-            Engine(make, device, keeps_state, settings.name),
+            RunningPipeline(make, device, keeps_state, settings.name),
             partial(pipelines.undecodable, settings),
             partial(_check, settings.name),
             settings.num_threads,

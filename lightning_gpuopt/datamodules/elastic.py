@@ -22,7 +22,7 @@ from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
 from lightning_gpuopt.loading.collate import make_of
 from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean_bytes, targets_of
-from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.tuning.sharing import held_by

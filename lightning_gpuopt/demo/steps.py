@@ -15,7 +15,7 @@ from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 from lightning_gpuopt.images.cost import resize_for
 from lightning_gpuopt.measurements.loader_costs import Interval
-from lightning_gpuopt.storage.build.build import build_lmdb
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from lightning_gpuopt.telemetry.host import usable_cpus
 
 StepName = Literal["fast-decoder", "smaller-images", "worker-search", "prefetch", "dali"]

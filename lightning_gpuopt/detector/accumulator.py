@@ -28,7 +28,7 @@ _LOOK_AGAIN: Final = 1.5
 
 
 @dataclass(frozen=True)
-class Reading:
+class CounterReading:
     """The counters of loaders, pipelines, queues, the GPU, CudaPrefetcher and DDP at one moment."""
 
     loaders: dict[int, LoaderReading] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class SteadyStateAccumulator:
         self._grows = ""
         self._look_after = 0.0
         self._steps = steps
-        self._start = Reading()
+        self._start = CounterReading()
         self._start = self._last = self._recorded_reading = self._read()
         self._recorded_times: PhaseTimes | None = None
         loader.reset_host()
@@ -140,10 +140,10 @@ class SteadyStateAccumulator:
         """What the GPU did since the beginning."""
         return self._read().gpu - self._start.gpu
 
-    def _read(self) -> Reading:
+    def _read(self) -> CounterReading:
         gpu = self._device.clock.times() if self._device is not None and self._gpu_is_here else self._start.gpu
         loader = self._loader
-        reading = Reading(
+        reading = CounterReading(
             loader.readings(), loader.validation(), loader.pipelines(), loader.queues.times(), gpu, self._ahead()
         )
         if self._rank_watch is None:
@@ -153,8 +153,8 @@ class SteadyStateAccumulator:
 
     def _since(
         self,
-        start: Reading,
-        now: Reading,
+        start: CounterReading,
+        now: CounterReading,
         times: PhaseTimes,
         ranks: tuple[RankWork, ...],
         history: tuple[WindowRecord, ...] = (),
@@ -195,7 +195,7 @@ class SteadyStateAccumulator:
         )
 
 
-def _slowest_loader(start: Reading, now: Reading, wait_s: float) -> LoaderReading | None:
+def _slowest_loader(start: CounterReading, now: CounterReading, wait_s: float) -> LoaderReading | None:
     """Of several loaders the one that the loop waits for; None where there is none."""
     since = [each.since(start.loaders.get(number)) for number, each in now.loaders.items()]
     if not since:
@@ -203,7 +203,7 @@ def _slowest_loader(start: Reading, now: Reading, wait_s: float) -> LoaderReadin
     return max(since, key=lambda each: (each.wait_s or 0.0, each.busy_s)).waited_for(wait_s)
 
 
-def _all_pipelines(start: Reading, now: Reading) -> Pipelines | None:
+def _all_pipelines(start: CounterReading, now: CounterReading) -> Pipelines | None:
     """What all pipelines did in between; None where there are none."""
     since = [
         replace(each, times=each.times - start.pipelines[key].times) if key in start.pipelines else each

@@ -26,7 +26,7 @@ from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines
 from lightning_gpuopt.telemetry.host import HostWatch
 from lightning_gpuopt.telemetry.process import ProcessReading
-from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
+from lightning_gpuopt.timeline.loader_facts import facts_of, pipeline_of
 from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import WorkerClock, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks

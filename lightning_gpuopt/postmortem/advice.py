@@ -6,7 +6,7 @@ import signal
 from typing import Final
 
 from lightning_gpuopt.postmortem.death import ECHO, Death
-from lightning_gpuopt.postmortem.memory import Memory
+from lightning_gpuopt.postmortem.memory_before import Memory
 from lightning_gpuopt.postmortem.record import Ended
 
 _LESS_MEMORY: Final = (

@@ -14,7 +14,7 @@ from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEn
 from lightning_gpuopt.postmortem.deaths import deaths_of
 from lightning_gpuopt.postmortem.events import checked
 from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, HangDescription, describe_hang, hang_of
-from lightning_gpuopt.postmortem.memory import Memory, in_words, memory_of, oom_kills
+from lightning_gpuopt.postmortem.memory_before import Memory, in_words, memory_of, oom_kills
 from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
 from lightning_gpuopt.postmortem.stacks import c_frames
 from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of

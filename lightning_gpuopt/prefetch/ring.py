@@ -87,7 +87,7 @@ class DestinationSet:
         self._free = streams.new_event()
         self._begun = False
         self.in_use = False
-        """Staged, or given to training; from :meth:`Ring.acquire` until :meth:`release`."""
+        """Staged, or given to training; from :meth:`DestinationRing.acquire` until :meth:`release`."""
 
     def release(self) -> None:
         """Its batch was used. What nobody holds any more may be written to after what is queued now."""
@@ -135,7 +135,7 @@ class DestinationSet:
         self._streams.side_waits(self._free)
 
 
-class Ring:
+class DestinationRing:
     """The sets.
 
     Args:

@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from lightning_gpuopt.prefetch.leaves import MOVABLE, Found, is_dense, is_plain, tensors_of_flat
-from lightning_gpuopt.prefetch.ring import DestinationSet, Ring
+from lightning_gpuopt.prefetch.ring import DestinationRing, DestinationSet
 from lightning_gpuopt.prefetch.stream import CopyEvents, CopyTimes, Streams
 
 _TRIALS: Final = 4
@@ -127,7 +127,7 @@ class TransferPipeline:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._own_transfer = own_transfer
-        self._ring = Ring(streams, device, depth + 1)
+        self._ring = DestinationRing(streams, device, depth + 1)
         self._delivered: list[DestinationSet] = []
         self._thread: ThreadPoolExecutor | None = None
         self._pinning = FasterOfTwo("plain", "thread")

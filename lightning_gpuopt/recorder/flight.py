@@ -30,7 +30,7 @@ from lightning_gpuopt.recorder.after_fit import watch_for_the_end
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Watcher
 from lightning_gpuopt.recorder.loader_workers import LoaderWorkers
-from lightning_gpuopt.recorder.memory import MemoryLog
+from lightning_gpuopt.recorder.memory_series import MemoryLog
 from lightning_gpuopt.recorder.places import described, place_of, place_of_methods
 from lightning_gpuopt.recorder.rank_files import MAX_WAIT_S, RankFiles
 from lightning_gpuopt.recorder.reader import SUFFIX

@@ -18,7 +18,7 @@ from lightning_gpuopt.compat.fetchers import set_fatal_handlers, when_fetcher_is
 from lightning_gpuopt.measurements.flight import STARTS
 from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.memory import PrivateMemory, in_ring
+from lightning_gpuopt.recorder.memory_series import PrivateMemory, in_ring
 from lightning_gpuopt.recorder.places import nested, place_of, place_of_reading
 from lightning_gpuopt.recorder.reading import note_fetches, note_samples_of_ours
 from lightning_gpuopt.recorder.ring import AT, DOING, Ring

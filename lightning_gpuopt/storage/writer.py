@@ -11,11 +11,11 @@ from typing import Any, Final
 
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.build.plan import Plan, difference
-from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, Shard
 from lightning_gpuopt.storage.shard_writer import MAP_SIZE_STEP, ShardWriter
+from lightning_gpuopt.storage.writing.plan import Plan, difference
+from lightning_gpuopt.storage.writing.staging import Staging, finished_dataset
 from lightning_gpuopt.utils.arguments import flag, or_none, refuse, whole_number
 
 SHARD_BYTES: Final = 8 << 30

@@ -19,8 +19,8 @@ from lightning_gpuopt.compat.lightning import (
     train_loaders,
 )
 from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
-from lightning_gpuopt.tuning.loader import FinderOptions, TunedLoader, why_left
 from lightning_gpuopt.tuning.rules import CannotChange
+from lightning_gpuopt.tuning.tuned_loader import FinderOptions, TunedLoader, why_left
 from lightning_gpuopt.tuning.workers import WorkersChoice
 
 log = logging.getLogger(__name__)

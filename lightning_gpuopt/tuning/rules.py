@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator
 from lightning_gpuopt.loaders.kinds import KNOWN_STATES, kind_of
-from lightning_gpuopt.loading.loader import ElasticLoader
-from lightning_gpuopt.tuning.order import Order
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader
+from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
 
 AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
@@ -95,7 +95,7 @@ def _start_method(asked: AskedChange) -> str | None:
 def _sampler(asked: AskedChange) -> str | None:
     if isinstance(asked.loader.dataset, IterableDataset):
         return None
-    order = Order()
+    order = SeenOrder()
     if (reason := order.why_bound(asked.loader)) is not None:
         return reason
     if not is_plain(asked.loader) and not order.is_known(asked.loader):

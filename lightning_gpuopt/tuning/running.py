@@ -36,7 +36,7 @@ from lightning_gpuopt.tuning.caps import (
 )
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.meter import FetchMeter, place
-from lightning_gpuopt.tuning.order import Order
+from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segments import SegmentedIterator, Segments, without_hint
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
 
@@ -103,7 +103,7 @@ class RunningLoader:
         return self._loader() is loader
 
     @property
-    def order(self) -> Order:
+    def order(self) -> SeenOrder:
         """What was seen of its sampler."""
         return self.shared.order
 

@@ -29,7 +29,7 @@ from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
 from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
-from lightning_gpuopt.tuning.order import Order
+from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segment import Drained, Segment
 from lightning_gpuopt.tuning.sharing import forks
 from lightning_gpuopt.utils.replacement import hide_us
@@ -49,7 +49,7 @@ Make = Callable[[], Any]
 class Segments:
     """What all iterators of a loader share; with ``keeps`` its workers live on although the loader does not say so."""
 
-    order: Order = field(default_factory=Order)
+    order: SeenOrder = field(default_factory=SeenOrder)
     draws: DrawWatch = field(default_factory=DrawWatch)
     keeps: bool = False
     kept: Segment | None = None

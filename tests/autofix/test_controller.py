@@ -12,7 +12,7 @@ from lightning_gpuopt.diagnosis.predict import speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.measurements.loading import LoaderFacts
-from lightning_gpuopt.tuning.loader import DRAWS
+from lightning_gpuopt.tuning.tuned_loader import DRAWS
 from tests.autofix.plain_run import FAST, GAIN, LONG, SLOW, PlainBroadcast, PlainRun, finding, window
 
 MORE = finding(num_workers=2)

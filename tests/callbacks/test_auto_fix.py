@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, StallDetector, StallReport
-from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.autofix.trial import Evidence
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.diagnosis.render.html import render_html
-from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader

@@ -18,7 +18,7 @@ from skimage import data as pictures
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_gpuopt import CudaPrefetcher, DALIDataModule, NumWorkersFinder, StallDetector, StallReport
-from lightning_gpuopt.dali.loader import DALILoader
+from lightning_gpuopt.dali.dali_loader import DALILoader
 from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import HostActivity

@@ -30,7 +30,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt import CudaPrefetcher
-from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
 from lightning_gpuopt.compat.dataloader import parts, running_workers, workers_of
@@ -38,7 +38,7 @@ from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.tuning import caps, running, without_workers
-from lightning_gpuopt.tuning import loader as loader_module
+from lightning_gpuopt.tuning import tuned_loader as loader_module
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.rules import why_left_alone
 from lightning_gpuopt.tuning.running import RunningLoader

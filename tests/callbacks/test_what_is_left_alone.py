@@ -25,7 +25,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, find_num_workers
 from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning import loader as loader_module
+from lightning_gpuopt.tuning import tuned_loader as loader_module
 from lightning_gpuopt.tuning import without_workers
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats

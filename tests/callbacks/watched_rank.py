@@ -14,7 +14,7 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.detector.rank_exchange import RankExchange
 from lightning_gpuopt.detector.session import DetectorSession

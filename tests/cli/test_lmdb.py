@@ -16,8 +16,8 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli.lmdb import _as_switches, in_words
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.source_files import image_file, stored, write_folder
 
 
@@ -62,7 +62,7 @@ def test_every_switch_reaches_the_build(monkeypatch: pytest.MonkeyPatch, capsys:
         given.append((args, options))
         return build_lmdb([1], "other", progress=False, overwrite=True)
 
-    monkeypatch.setattr("lightning_gpuopt.storage.build.build.build_lmdb", instead)
+    monkeypatch.setattr("lightning_gpuopt.storage.writing.build.build_lmdb", instead)
     switches = "--num-proc 3 --part 1/4 --resume --overwrite --strict --allow-pickle --image-size 64 --image-quality 80"
     switches += ' --check decode --shuffle-seed 0 --max-skipped 0.5 --kinds {"jpg":"exact"}'
     assert run(f"build SRC DST {switches} --no-progress") == 0

@@ -19,7 +19,7 @@ from nvidia.dali import fn, types
 from nvidia.dali.pipeline import Pipeline, pipeline_def
 
 from lightning_gpuopt import DALIDataModule, LMDBDataModule, LMDBWriter
-from lightning_gpuopt.dali.engine import Engine
+from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from tests.dali.runs import Notes, run, small, write_list
@@ -136,13 +136,13 @@ class TestOneRank:
 
     def test_at_the_end_of_an_epoch_the_next_one_has_begun(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         submitted: list[list[int]] = []
-        submit = Engine.submit
+        submit = RunningPipeline.submit
 
-        def noted(self: Engine, batch: Any) -> None:
+        def noted(self: RunningPipeline, batch: Any) -> None:
             submitted.append(list(batch.indices))
             submit(self, batch)
 
-        monkeypatch.setattr(Engine, "submit", noted)
+        monkeypatch.setattr(RunningPipeline, "submit", noted)
         loader = DALIDataModule(data, **small(batch_size=4)).train_dataloader()
         given = labels_of(loader)
         assert submitted[:14] == given

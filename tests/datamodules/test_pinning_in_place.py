@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt import CudaPrefetcher
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
-from lightning_gpuopt.loading.engine.memory import Ring
+from lightning_gpuopt.loading.engine.shared_blocks import BlockRing
 from tests.helpers import tiny_trainer
 from tests.simulators.gpu import ManualClock, SimulatedGpu, simulated_gpu
 
@@ -101,7 +101,7 @@ def early(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The blocks that were taken while a copy out of them was on its way."""
     copies: list[tuple[int, Any]] = []
     found: list[int] = []
-    copy_in, take = gpu.copy_in, Ring.take
+    copy_in, take = gpu.copy_in, BlockRing.take
 
     def copy_and_note(source: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         copy_in(source, *args, **kwargs)
@@ -109,14 +109,14 @@ def early(gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         event.record()
         copies.append((source.data_ptr(), event))
 
-    def take_and_look(ring: Ring) -> int:
+    def take_and_look(ring: BlockRing) -> int:
         number = take(ring)
         begin = torch.frombuffer(ring.map(number), dtype=torch.uint8).data_ptr() if number in ring._maps else 0
         found.extend(number for at, event in copies if begin <= at < begin + ring.num_bytes and not event.query())
         return number
 
     monkeypatch.setattr(gpu, "copy_in", copy_and_note)
-    monkeypatch.setattr(Ring, "take", take_and_look)
+    monkeypatch.setattr(BlockRing, "take", take_and_look)
     gpu.copy_s = 0.1
     return found
 

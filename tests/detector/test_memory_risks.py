@@ -20,7 +20,7 @@ from lightning_gpuopt.detector import memory_risks
 from lightning_gpuopt.detector.memory_risks import MemoryRisks
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import RiskInputs
-from lightning_gpuopt.recorder.memory import Series
+from lightning_gpuopt.recorder.memory_series import Series
 from tests.helpers import FEATURES, TinyModel, tiny_trainer
 
 MIB = 1 << 20

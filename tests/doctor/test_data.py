@@ -11,9 +11,9 @@ import pytest
 
 from lightning_gpuopt.doctor import data
 from lightning_gpuopt.doctor.data import data_facts, file_system_of, histogram
-from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing.staging import Staging
 from tests.images.pictures import encoded, photo
 
 

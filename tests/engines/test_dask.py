@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.helpers import wait_for
 from tests.storage.source_files import beside, write_folder, write_pickled, write_tar
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.images.pictures import encoded, photo, with_orientation
 from tests.storage.source_files import stored, write_tar
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from lightning_gpuopt.loaders import describe as module
 from lightning_gpuopt.loaders.describe import describe
-from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.measurements.loader_description import LoaderDescription

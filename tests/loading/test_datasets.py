@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from lightning_gpuopt.images.crop import CenterCrops
 from lightning_gpuopt.loading.datasets import balanced_weights, targets_of
-from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.storage.reader import LMDBDataset

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_gpuopt.prefetch.leaves import Found
-from lightning_gpuopt.prefetch.ring import Ring
+from lightning_gpuopt.prefetch.ring import DestinationRing
 from lightning_gpuopt.prefetch.stream import NoEvent, Streams
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ class Recorded(Streams):
         self.calls.append("compute waits")
 
 
-def use(ring: Ring, source: torch.Tensor) -> tuple[Any, torch.Tensor]:
+def use(ring: DestinationRing, source: torch.Tensor) -> tuple[Any, torch.Tensor]:
     place = ring.acquire()
     (target,) = place.destinations([source])
     target.copy_(source)
@@ -41,7 +41,7 @@ def use(ring: Ring, source: torch.Tensor) -> tuple[Any, torch.Tensor]:
 
 
 def test_sets_are_used_in_turn() -> None:
-    ring = Ring(Streams(), CPU, 2)
+    ring = DestinationRing(Streams(), CPU, 2)
     addresses = []
     for number in range(6):
         place, tensor = use(ring, torch.full((3,), float(number)))
@@ -54,7 +54,7 @@ def test_sets_are_used_in_turn() -> None:
 
 @pytest.mark.parametrize("keep", [lambda x: x, lambda x: x[1:], lambda x: x.view(-1), lambda x: [x.t()]])
 def test_what_somebody_holds_is_not_written_to(keep: Any) -> None:
-    ring = Ring(Streams(), CPU, 1)
+    ring = DestinationRing(Streams(), CPU, 1)
     place, tensor = use(ring, torch.zeros(2, 2))
     kept = keep(tensor)
     del tensor
@@ -65,7 +65,7 @@ def test_what_somebody_holds_is_not_written_to(keep: Any) -> None:
 
 
 def test_what_autograd_holds_is_not_written_to() -> None:
-    ring = Ring(Streams(), CPU, 1)
+    ring = DestinationRing(Streams(), CPU, 1)
     place, tensor = use(ring, torch.ones(2, 2))
     weight = torch.ones(2, 2, requires_grad=True)
     loss = (tensor @ weight).sum()
@@ -79,7 +79,7 @@ def test_what_autograd_holds_is_not_written_to() -> None:
 
 def test_the_side_stream_waits_for_the_rest_and_for_no_more() -> None:
     streams = Recorded()
-    ring = Ring(streams, CPU, 1)
+    ring = DestinationRing(streams, CPU, 1)
     place, tensor = use(ring, torch.zeros(3))
     assert streams.calls == ["record", "side waits"]  # new memory may still be in use by what was queued
     streams.calls.clear()
@@ -97,7 +97,7 @@ def test_the_side_stream_waits_for_the_rest_and_for_no_more() -> None:
 
 
 def test_smaller_batches_fit_and_larger_ones_get_new_memory() -> None:
-    ring = Ring(Streams(), CPU, 1)
+    ring = DestinationRing(Streams(), CPU, 1)
     addresses = []
     for source in (torch.zeros(4, 2), torch.ones(3, 2), torch.ones(8, dtype=torch.uint8), torch.zeros(5, 2)):
         place, tensor = use(ring, source)
@@ -112,13 +112,13 @@ def test_smaller_batches_fit_and_larger_ones_get_new_memory() -> None:
 
 def test_memory_formats_stay() -> None:
     source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
-    _, tensor = use(Ring(Streams(), CPU, 1), source)
+    _, tensor = use(DestinationRing(Streams(), CPU, 1), source)
     assert tensor.stride() == source.stride()
     assert torch.equal(tensor, source)
 
 
 def test_each_batch_has_a_version_counter_of_its_own() -> None:
-    ring = Ring(Streams(), CPU, 1)
+    ring = DestinationRing(Streams(), CPU, 1)
     place, tensor = use(ring, torch.zeros(3))
     version = tensor._version
     del tensor
@@ -128,7 +128,7 @@ def test_each_batch_has_a_version_counter_of_its_own() -> None:
 
 
 def test_a_loop_inside_another_gets_more_and_gives_it_back() -> None:
-    ring = Ring(Streams(), CPU, 2)
+    ring = DestinationRing(Streams(), CPU, 2)
     outer = [use(ring, torch.zeros(3)) for _ in range(2)]
     inner, _ = use(ring, torch.zeros(3))
     assert len(ring) == 3
@@ -139,7 +139,7 @@ def test_a_loop_inside_another_gets_more_and_gives_it_back() -> None:
 
 
 def test_memory_from_inference_mode_can_be_trained_on() -> None:
-    ring = Ring(Streams(), CPU, 1)
+    ring = DestinationRing(Streams(), CPU, 1)
     with torch.inference_mode():
         place, tensor = use(ring, torch.ones(3))
         del tensor

@@ -12,7 +12,7 @@ import pytest
 from torch.utils.data import Subset
 
 from lightning_gpuopt.recorder import worker
-from lightning_gpuopt.recorder.memory import out_of_ring
+from lightning_gpuopt.recorder.memory_series import out_of_ring
 from lightning_gpuopt.recorder.ring import AT, WORKER_BYTES, Ring
 from lightning_gpuopt.recorder.worker import Beat
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.writing.build import build_lmdb
 
 NUM_SAMPLES = 2500  # in three shards of 834
 BROKEN = range(7, NUM_SAMPLES, 600)

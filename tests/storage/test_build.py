@@ -17,14 +17,14 @@ from rich.console import Console
 
 from lightning_gpuopt.images.checks import BadImage, check_image
 from lightning_gpuopt.storage import shard_writer
-from lightning_gpuopt.storage.build.build import build_lmdb
-from lightning_gpuopt.storage.build.plan import SHARD_BYTES, plan_shards
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources.datasets import DatasetSource
+from lightning_gpuopt.storage.writing.build import build_lmdb
+from lightning_gpuopt.storage.writing.plan import SHARD_BYTES, plan_shards
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 from tests.helpers import Clock
 from tests.storage.building import Numbers
@@ -68,7 +68,7 @@ def test_processes_parts_and_shards_change_nothing(tmp_path: Path, monkeypatch: 
         build(Numbers(), tmp_path / "parts", resume=True)
     assert kept(tmp_path / "one") == kept(tmp_path / "three") == kept(tmp_path / "parts")
     assert [shard.num_samples for shard in Manifest.load(tmp_path / "one").shards] == [832, 833, 830]
-    monkeypatch.setattr("lightning_gpuopt.storage.build.plan._SHARE_SAMPLES", 100)
+    monkeypatch.setattr("lightning_gpuopt.storage.writing.plan._SHARE_SAMPLES", 100)
     with pytest.warns(UserWarning, match="samples are left out"):
         assert build(Numbers(), tmp_path / "more").num_shards == 16
     assert repr(stored(tmp_path / "more")) == repr(stored(tmp_path / "one"))

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from lightning_gpuopt.storage.build import staging
-from lightning_gpuopt.storage.build.build import build_lmdb
-from lightning_gpuopt.storage.build.changed import Hashes, place_shards, shard_starts
-from lightning_gpuopt.storage.build.publish import remove
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, staging_directory
 from lightning_gpuopt.storage.sources.folder import FolderSource
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing import staging
+from lightning_gpuopt.storage.writing.build import build_lmdb
+from lightning_gpuopt.storage.writing.changed import Hashes, place_shards, shard_starts
+from lightning_gpuopt.storage.writing.publish import remove
 from tests.storage.executors import Immediately
 from tests.storage.source_files import beside, image_file, stored, write_folder, write_tar
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork")
 
 @pytest.fixture(autouse=True)
 def _small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gpuopt.storage.build.plan._SHARE_SAMPLES", 10)
+    monkeypatch.setattr("lightning_gpuopt.storage.writing.plan._SHARE_SAMPLES", 10)
 
 
 def build(source: Any, path: Path, **options: Any) -> LMDBInfo:

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_gpuopt.storage.build import fill
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing import fill
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.building import Build, Numbers
 from tests.storage.parts import write_numbered
 from tests.storage.source_files import beside, stored, write_folder

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo
 from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.source_files import image_file, stored, write_folder, write_tar
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_gpuopt.storage.build import lock
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
+from lightning_gpuopt.storage.writing import lock
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.helpers import wait_for
 from tests.storage.building import BROKEN, NUM_SAMPLES, Build, Numbers
 from tests.storage.source_files import beside, kept, stored

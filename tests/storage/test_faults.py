@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.collate import as_it_is
-from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples

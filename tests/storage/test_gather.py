@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, default_collate, random_split
 
-from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.storage import gather as gather_module

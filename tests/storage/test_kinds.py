@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.images.pictures import encoded, photo, with_orientation
 from tests.storage.source_files import write_pickled, write_tar
 

@@ -14,14 +14,14 @@ from lightning_gpuopt.dali.encoded import EncodedImages
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.loading.datasets import targets_of
 from lightning_gpuopt.loading.labels import Labels
-from lightning_gpuopt.storage.build.build import build_lmdb
-from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.verify import verify, wrong_files
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing.build import build_lmdb
+from lightning_gpuopt.storage.writing.staging import Staging
 from tests.storage.parts import Interrupted, as_of_an_earlier_release, flip, write_and_fail, write_numbered
 
 IMAGE = EncodedImage(b"no image at all")

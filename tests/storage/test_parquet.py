@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.sources import open_source
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.source_files import samples, stored
 
 COUNTS = [1, -1_000_000_007, 1 << 61, None]

@@ -8,11 +8,11 @@ import lmdb
 import pytest
 
 from lightning_gpuopt.storage import codec, durable
-from lightning_gpuopt.storage.build.plan import PLAN, Notes, read_plan, write_plan
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import key
 from lightning_gpuopt.storage.lmdb_pages import values
 from lightning_gpuopt.storage.shard_writer import ShardWriter
+from lightning_gpuopt.storage.writing.plan import PLAN, Notes, read_plan, write_plan
 
 
 def foreign(path: Path, last: int) -> None:

@@ -18,11 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from lightning_gpuopt.images.files import read_file
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources import open_source
 from lightning_gpuopt.storage.sources.base import Source, expand
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.lanes import combinations
 from tests.storage.parts import mapped_shards, open_descriptors
 from tests.storage.source_files import image_file, npy, same, samples, write_folder, write_pickled, write_tar

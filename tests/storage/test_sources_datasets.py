@@ -12,11 +12,11 @@ import torch
 from PIL import Image, ImageOps
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.sources import open_source
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.source_files import image_file, samples, stored, write_folder
 
 

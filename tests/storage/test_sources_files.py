@@ -18,12 +18,12 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_gpuopt.images.checks import BadImage
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.sources import hdf5 as hdf5_module
 from lightning_gpuopt.storage.sources import open_source
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.source_files import image_file, npy, same, samples, write_pickled
 
 # --- arrays ------------------------------------------------------------------------------------------------------

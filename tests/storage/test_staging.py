@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.build import lock
-from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest, Shard, replaced_directory, staging_directory
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard_writer import ShardWriter
+from lightning_gpuopt.storage.writing import lock
+from lightning_gpuopt.storage.writing.staging import Staging
 from tests.fork_server import run_code
 from tests.storage.parts import run_until
 

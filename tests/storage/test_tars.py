@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import staging_directory
 from lightning_gpuopt.storage.sources import open_source, tar_index
 from lightning_gpuopt.storage.sources.tar_index import Indexing
 from lightning_gpuopt.storage.sources.tars import TarSource
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.building import Build
 from tests.storage.executors import Elsewhere, Immediately
 from tests.storage.source_files import beside, kept, samples, stored, write_tar

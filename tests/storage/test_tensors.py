@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.storage.source_files import stored
 
 ROWS, LABELS = torch.arange(60, dtype=torch.float16).reshape(5, 3, 4), torch.arange(5) * 7

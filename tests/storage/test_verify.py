@@ -15,12 +15,12 @@ import pytest
 from PIL import Image
 
 from lightning_gpuopt.storage import verify as verify_module
-from lightning_gpuopt.storage.build.staging import Staging
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.verify import MAX_LISTED, VerifyReport, verify
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing.staging import Staging
 from tests.storage.parts import flip, write_numbered
 
 

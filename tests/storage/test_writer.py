@@ -17,12 +17,12 @@ import pytest
 
 from lightning_gpuopt.storage import shard_writer
 from lightning_gpuopt.storage import writer as writer_module
-from lightning_gpuopt.storage.build.build import build_lmdb
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import LMDBInfo, Manifest, staging_directory
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.verify import verify
 from lightning_gpuopt.storage.writer import LMDBWriter
+from lightning_gpuopt.storage.writing.build import build_lmdb
 from tests.fork_server import run_code
 from tests.storage.parts import (
     REPOSITORY,

@@ -20,8 +20,8 @@ import torch
 from lightning_gpuopt.compat.dataloader import pin_batch
 from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs, LookAhead
 from lightning_gpuopt.loading.engine.layout import Layout
-from lightning_gpuopt.loading.engine.memory import PLACED, SKIPPED, Control, Ring, SharedFile
 from lightning_gpuopt.loading.engine.pool import LoaderPool
+from lightning_gpuopt.loading.engine.shared_blocks import PLACED, SKIPPED, BlockRing, Control, SharedFile
 from lightning_gpuopt.loading.samples import Skipped, none_of
 from lightning_gpuopt.telemetry.resources import available_memory
 
@@ -107,7 +107,7 @@ class Engine:
         self._control = Control(self._slots, self._size, loader.num_workers * self._most_threads + _ADDED)
         blocks = SharedFile.in_memory("memory")
         self.pool = LoaderPool(loader, self._control, blocks, base_seed, self._most_threads)
-        self._ring: Ring | None = None
+        self._ring: BlockRing | None = None
         self._look = LookAhead()
         self._failure: Exception | None = None  # of the feeding thread
         self._is_ending = False
@@ -139,7 +139,7 @@ class Engine:
             processes, pool.threads = costs.share(loader.num_workers)
             pool.add(processes - 1)
         pool.threads = min(pool.threads, self._most_threads)
-        self._ring = Ring(blocks, layout.starts(self._size)[1])
+        self._ring = BlockRing(blocks, layout.starts(self._size)[1])
         self._ring.is_copied_here = self._pins
         self._ring.registers = self._pins and loader.pins_in_place
         self._fitting = max(2, int(_PART_OF_MEMORY * available_memory() // self._ring.num_bytes))

@@ -21,8 +21,8 @@ from lightning_gpuopt.compat.fetchers import is_wrapped
 from lightning_gpuopt.loading.datasets import sample_name
 from lightning_gpuopt.loading.engine.costs import Costs
 from lightning_gpuopt.loading.engine.layout import Layout
-from lightning_gpuopt.loading.engine.memory import ASIDE, LOST, SKIPPED, Control, SharedFile
 from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess, run
+from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, SKIPPED, Control, SharedFile
 
 _ALIVE_MS: Final = 5_000
 """Milliseconds between two looks whether processes live, where nothing comes."""

@@ -18,7 +18,7 @@ from lightning_gpuopt.loaders.sample_keys import each_of
 from lightning_gpuopt.loading.collate import as_it_is
 from lightning_gpuopt.loading.engine.costs import Costs
 from lightning_gpuopt.loading.engine.layout import Array, Layout, Placer
-from lightning_gpuopt.loading.engine.memory import ASIDE, LOST, PLACED, SKIPPED, Blocks, Control, SharedFile
+from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, PLACED, SKIPPED, Blocks, Control, SharedFile
 from lightning_gpuopt.loading.samples import Skipped
 from lightning_gpuopt.timeline.worker_clock import clock_of
 

@@ -24,12 +24,12 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Sampler, Subset, TensorDataset
 
 from lightning_gpuopt.images.errors import CorruptSampleError
-from lightning_gpuopt.loading import loader as loader_module
+from lightning_gpuopt.loading import elastic_loader as loader_module
 from lightning_gpuopt.loading.collate import Collate
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.engine import engine as engine_module
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from lightning_gpuopt.loading.engine.process import LoaderProcess
-from lightning_gpuopt.loading.loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples

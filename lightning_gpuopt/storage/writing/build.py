@@ -20,19 +20,19 @@ import torch
 
 from lightning_gpuopt._version import __version__
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build.changed import place_build, shard_starts, skip_file
-from lightning_gpuopt.storage.build.engine import build_units, source_plan
-from lightning_gpuopt.storage.build.fill import Job, Skipped, check_kinds, is_repaired, skipped_samples
-from lightning_gpuopt.storage.build.indexing import indexing
-from lightning_gpuopt.storage.build.plan import Plan, as_json, difference, plan_shards
-from lightning_gpuopt.storage.build.pool import build_shards
-from lightning_gpuopt.storage.build.staging import Staging, finished_dataset
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import SKIPPED, LMDBInfo, Manifest, Shard, staging_directory
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.kinds import Kind
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
 from lightning_gpuopt.storage.verify import wrong_files
+from lightning_gpuopt.storage.writing.changed import place_build, shard_starts, skip_file
+from lightning_gpuopt.storage.writing.fill import Job, SkippedSample, check_kinds, is_repaired, skipped_samples
+from lightning_gpuopt.storage.writing.indexing import indexing
+from lightning_gpuopt.storage.writing.plan import Plan, as_json, difference, plan_shards
+from lightning_gpuopt.storage.writing.pool import build_shards
+from lightning_gpuopt.storage.writing.staging import Staging, finished_dataset
+from lightning_gpuopt.storage.writing.units import build_units, source_plan
 from lightning_gpuopt.utils.arguments import choice, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 
@@ -284,9 +284,9 @@ class _SkipLimit:
     def __init__(self, source: Source, most: float, go_on: str) -> None:
         self._source, self._most, self._go_on = source, most, go_on
         self._count = 0
-        self._first: list[Skipped] = []
+        self._first: list[SkippedSample] = []
 
-    def note(self, skipped: Iterable[Skipped]) -> None:
+    def note(self, skipped: Iterable[SkippedSample]) -> None:
         """Count samples that are left out.
 
         Raises:
@@ -326,7 +326,7 @@ def _run(
         limit.note(skipped_samples(job, sorted(finished.keys() - set(missing))))
         with ConsoleProgress(total, done, enabled=progress) as shown:
 
-            def report(samples: int, size: int, skipped: list[Skipped]) -> None:
+            def report(samples: int, size: int, skipped: list[SkippedSample]) -> None:
                 shown.add(samples, size)
                 limit.note(skipped)
 
@@ -366,7 +366,7 @@ def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
     return _info(shards, num_skipped, source.classes)
 
 
-def _write_skipped(job: Job, numbers: list[int]) -> tuple[int, Skipped | None]:
+def _write_skipped(job: Job, numbers: list[int]) -> tuple[int, SkippedSample | None]:
     """Write skipped.csv if there is anything to write; how many there are, and the first."""
     file = job.directory / SKIPPED
     file.unlink(missing_ok=True)

@@ -24,17 +24,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build import randomness
-from lightning_gpuopt.storage.build.fill import Job, Report, Skipped, fill_shard, finish_shard
-from lightning_gpuopt.storage.build.plan import as_json, difference, read_plan
-from lightning_gpuopt.storage.build.pool import WorkerTraceback, portable
-from lightning_gpuopt.storage.build.publish import MARKER
-from lightning_gpuopt.storage.build.staging import Staging, finished_directory
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
 from lightning_gpuopt.storage.sources.tar_index import Indexing, Item
+from lightning_gpuopt.storage.writing import randomness
+from lightning_gpuopt.storage.writing.fill import Job, Report, SkippedSample, fill_shard, finish_shard
+from lightning_gpuopt.storage.writing.plan import as_json, difference, read_plan
+from lightning_gpuopt.storage.writing.pool import WorkerTraceback, portable
+from lightning_gpuopt.storage.writing.publish import MARKER
+from lightning_gpuopt.storage.writing.staging import Staging, finished_directory
 from lightning_gpuopt.utils.arguments import refuse
 
 _OUTSTANDING: Final = 64
@@ -206,11 +206,11 @@ def _new_lock() -> None:
 os.register_at_fork(after_in_child=_new_lock)  # a thread of the parent may have held it
 
 
-def _build(marker: Path, dataset: Any, number: int) -> tuple[int, int, list[Skipped]]:
+def _build(marker: Path, dataset: Any, number: int) -> tuple[int, int, list[SkippedSample]]:
     directory = marker.parent
     samples, size, left_out = 0, 0, []
 
-    def count(more_samples: int, more_bytes: int, skipped: list[Skipped]) -> None:
+    def count(more_samples: int, more_bytes: int, skipped: list[SkippedSample]) -> None:
         nonlocal samples, size
         if not marker.exists():
             raise StorageError(f"{directory}: the build has ended")

@@ -19,10 +19,10 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from lightning_gpuopt.storage.build import randomness
-from lightning_gpuopt.storage.build.fill import Job, Report, build_shard, fill_shard, finish_shard
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
+from lightning_gpuopt.storage.writing import randomness
+from lightning_gpuopt.storage.writing.fill import Job, Report, build_shard, fill_shard, finish_shard
 
 _ORPHANED: Final = 3  # exit code
 

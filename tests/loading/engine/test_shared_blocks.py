@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_gpuopt.loading.engine import page_locked
-from lightning_gpuopt.loading.engine.memory import PLACED, SKIPPED, TO_DO, Control, Ring, SharedFile
+from lightning_gpuopt.loading.engine.shared_blocks import PLACED, SKIPPED, TO_DO, BlockRing, Control, SharedFile
 from lightning_gpuopt.prefetch.stream import CudaStreams
 from tests.simulators.gpu import ManualClock, SimulatedGpu, simulated_gpu
 
@@ -19,18 +19,18 @@ SIZE = 1 << 16
 
 
 @pytest.fixture
-def ring() -> Ring:
-    ring = Ring(SharedFile.in_memory("test"), SIZE)
+def ring() -> BlockRing:
+    ring = BlockRing(SharedFile.in_memory("test"), SIZE)
     ring.most = ring.spare = 1000
     return ring
 
 
-def lent(ring: Ring) -> tuple[int, torch.Tensor]:
+def lent(ring: BlockRing) -> tuple[int, torch.Tensor]:
     number = ring.take()
     return number, torch.frombuffer(ring.lend(number), dtype=torch.uint8)
 
 
-def test_a_block_is_given_out_again_once_nothing_of_it_is_held(ring: Ring) -> None:
+def test_a_block_is_given_out_again_once_nothing_of_it_is_held(ring: BlockRing) -> None:
     number, batch = lent(ring)
     view, array = batch[3:].view(-1, 1), batch.numpy()
     del batch
@@ -41,12 +41,12 @@ def test_a_block_is_given_out_again_once_nothing_of_it_is_held(ring: Ring) -> No
     assert ring.take() == number
 
 
-def test_a_block_that_was_not_lent_is_free(ring: Ring) -> None:
+def test_a_block_that_was_not_lent_is_free(ring: BlockRing) -> None:
     ring.give_back(ring.take())
     assert ring.take() == 0
 
 
-def test_that_many_batches_are_held_is_said_once(ring: Ring) -> None:
+def test_that_many_batches_are_held_is_said_once(ring: BlockRing) -> None:
     ring.most = 3
     held = [lent(ring) for _ in range(3)]
     with pytest.warns(UserWarning, match=r"4 batches of 0\.1 MiB are held by the program.*\.clone\(\)") as said:
@@ -54,7 +54,7 @@ def test_that_many_batches_are_held_is_said_once(ring: Ring) -> None:
     assert len(said) == 1
 
 
-def test_what_was_held_once_gives_its_memory_back(ring: Ring) -> None:
+def test_what_was_held_once_gives_its_memory_back(ring: BlockRing) -> None:
     ring.spare = 2
     batches = [lent(ring)[1].fill_(1) for _ in range(6)]
     assert os.stat(ring.file.fd).st_blocks * 512 == 6 * SIZE
@@ -64,7 +64,7 @@ def test_what_was_held_once_gives_its_memory_back(ring: Ring) -> None:
         assert os.stat(ring.file.fd).st_blocks * 512 <= 3 * SIZE
 
 
-def test_what_is_held_at_a_fork_is_not_written_again(ring: Ring) -> None:
+def test_what_is_held_at_a_fork_is_not_written_again(ring: BlockRing) -> None:
     number, batch = lent(ring)
     other, not_held = lent(ring)
     del not_held
@@ -89,7 +89,7 @@ def test_what_is_held_at_a_fork_is_not_written_again(ring: Ring) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_what_was_held_at_a_fork_is_used_again_when_the_other_process_is_gone(ring: Ring) -> None:
+def test_what_was_held_at_a_fork_is_used_again_when_the_other_process_is_gone(ring: BlockRing) -> None:
     for _ in range(5):
         number, batch = lent(ring)
         child = os.fork()
@@ -101,7 +101,7 @@ def test_what_was_held_at_a_fork_is_used_again_when_the_other_process_is_gone(ri
         ring.give_back(number)
 
 
-def test_what_is_held_outlives_the_ring_and_all_else_is_freed(ring: Ring) -> None:
+def test_what_is_held_outlives_the_ring_and_all_else_is_freed(ring: BlockRing) -> None:
     batches = [lent(ring)[1].fill_(number) for number in range(4)]
     kept = batches[2]
     del batches
@@ -130,7 +130,7 @@ def gpu(clock: ManualClock) -> Iterator[SimulatedGpu]:
 
 @pytest.mark.parametrize("where", ["compute stream", "our side stream", "the training thread's stream"])
 def test_a_block_is_not_written_while_it_is_copied_to_a_device(
-    ring: Ring, gpu: SimulatedGpu, clock: ManualClock, where: str
+    ring: BlockRing, gpu: SimulatedGpu, clock: ManualClock, where: str
 ) -> None:
     number, batch = lent(ring)
     if where == "compute stream":
@@ -151,7 +151,7 @@ def test_a_block_is_not_written_while_it_is_copied_to_a_device(
     assert ring.take() == number
 
 
-def test_streams_of_a_device_that_is_gone_are_not_asked(ring: Ring) -> None:
+def test_streams_of_a_device_that_is_gone_are_not_asked(ring: BlockRing) -> None:
     with simulated_gpu(ManualClock()):
         streams = CudaStreams(torch.device("cuda", 0))
     number, batch = lent(ring)
@@ -160,7 +160,7 @@ def test_streams_of_a_device_that_is_gone_are_not_asked(ring: Ring) -> None:
     assert streams is not None
 
 
-def test_while_a_graph_is_captured_nothing_is_used_again(ring: Ring, gpu: SimulatedGpu) -> None:
+def test_while_a_graph_is_captured_nothing_is_used_again(ring: BlockRing, gpu: SimulatedGpu) -> None:
     number, batch = lent(ring)
     del batch
     gpu.refusal.left = 0
@@ -169,7 +169,7 @@ def test_while_a_graph_is_captured_nothing_is_used_again(ring: Ring, gpu: Simula
     assert ring.take() == number
 
 
-def test_an_event_that_a_graph_has_captured_is_recorded_anew(ring: Ring, gpu: SimulatedGpu) -> None:
+def test_an_event_that_a_graph_has_captured_is_recorded_anew(ring: BlockRing, gpu: SimulatedGpu) -> None:
     number, batch = lent(ring)
     del batch
     gpu.refusal.captures = True
@@ -179,7 +179,7 @@ def test_an_event_that_a_graph_has_captured_is_recorded_anew(ring: Ring, gpu: Si
     assert number in taken
 
 
-def test_what_is_copied_later_does_not_count(ring: Ring, gpu: SimulatedGpu, clock: ManualClock) -> None:
+def test_what_is_copied_later_does_not_count(ring: BlockRing, gpu: SimulatedGpu, clock: ManualClock) -> None:
     batches = [lent(ring)[1] for _ in range(2)]
     del batches
     given = ring.take()
@@ -191,12 +191,12 @@ def test_what_is_copied_later_does_not_count(ring: Ring, gpu: SimulatedGpu, cloc
 
 
 @pytest.fixture
-def registered(ring: Ring) -> Ring:
+def registered(ring: BlockRing) -> BlockRing:
     ring.is_copied_here = ring.registers = True
     return ring
 
 
-def test_blocks_are_registered_as_they_are_lent_and_torch_sees_it(registered: Ring, gpu: SimulatedGpu) -> None:
+def test_blocks_are_registered_as_they_are_lent_and_torch_sees_it(registered: BlockRing, gpu: SimulatedGpu) -> None:
     _, batch = lent(registered)
     assert gpu.host_memory == {batch.data_ptr(): SIZE}
     assert batch.is_pinned()
@@ -204,7 +204,7 @@ def test_blocks_are_registered_as_they_are_lent_and_torch_sees_it(registered: Ri
 
 
 def test_a_registered_block_is_not_written_while_it_is_copied(
-    registered: Ring, gpu: SimulatedGpu, clock: ManualClock
+    registered: BlockRing, gpu: SimulatedGpu, clock: ManualClock
 ) -> None:
     number, batch = lent(registered)
     gpu.copy(0.1)
@@ -215,7 +215,7 @@ def test_a_registered_block_is_not_written_while_it_is_copied(
 
 
 def test_memory_does_not_grow_without_end_by_a_host_that_is_ahead(
-    registered: Ring, gpu: SimulatedGpu, clock: ManualClock
+    registered: BlockRing, gpu: SimulatedGpu, clock: ManualClock
 ) -> None:
     registered.most, began = 4, clock()
     for _ in range(10):
@@ -226,7 +226,7 @@ def test_memory_does_not_grow_without_end_by_a_host_that_is_ahead(
     assert clock() == pytest.approx(began + 0.6, abs=1e-3)  # six copies are waited for
 
 
-def test_no_pages_are_given_back_that_a_device_has(registered: Ring, gpu: SimulatedGpu) -> None:
+def test_no_pages_are_given_back_that_a_device_has(registered: BlockRing, gpu: SimulatedGpu) -> None:
     registered.spare = 1
     batches = [lent(registered)[1].fill_(1) for _ in range(3)]
     addresses = {batch.data_ptr() for batch in batches}
@@ -240,7 +240,7 @@ def test_no_pages_are_given_back_that_a_device_has(registered: Ring, gpu: Simula
     assert all(batch.is_pinned() for batch in held)
 
 
-def test_nothing_stays_registered(registered: Ring, gpu: SimulatedGpu, clock: ManualClock) -> None:
+def test_nothing_stays_registered(registered: BlockRing, gpu: SimulatedGpu, clock: ManualClock) -> None:
     kept, dropped = lent(registered)[1], lent(registered)[1]
     with torch.cuda.stream(torch.cuda.Stream()):  # of somebody who is gone when it ends
         gpu.copy(0.1)
@@ -257,7 +257,9 @@ def test_nothing_stays_registered(registered: Ring, gpu: SimulatedGpu, clock: Ma
     assert clock() == pytest.approx(began + 0.1, abs=1e-3)
 
 
-def test_what_cannot_be_unregistered_keeps_its_pages(registered: Ring, gpu: SimulatedGpu, clock: ManualClock) -> None:
+def test_what_cannot_be_unregistered_keeps_its_pages(
+    registered: BlockRing, gpu: SimulatedGpu, clock: ManualClock
+) -> None:
     """As while another thread captures a CUDA graph."""
     registered.spare = 0
     gpu.keeps_host_memory = True
@@ -276,7 +278,7 @@ def test_what_cannot_be_unregistered_keeps_its_pages(registered: Ring, gpu: Simu
     assert number in {registered.take() for _ in range(2)}
 
 
-def test_what_is_registered_is_not_unmapped(registered: Ring, gpu: SimulatedGpu) -> None:
+def test_what_is_registered_is_not_unmapped(registered: BlockRing, gpu: SimulatedGpu) -> None:
     """What lay there then would be page-locked for CUDA, with other pages."""
     page_locked._stuck.clear()  # of other tests
     _, batch = lent(registered)
@@ -293,7 +295,7 @@ def test_what_is_registered_is_not_unmapped(registered: Ring, gpu: SimulatedGpu)
     mapping.unregister()
 
 
-def test_what_cannot_be_registered_is_copied_and_that_is_said_once(registered: Ring, gpu: SimulatedGpu) -> None:
+def test_what_cannot_be_registered_is_copied_and_that_is_said_once(registered: BlockRing, gpu: SimulatedGpu) -> None:
     gpu.refuses_host_memory = True
     with pytest.warns(
         UserWarning, match=r"not page-locked in place, but copied, since CUDA says: CUDA error 2"

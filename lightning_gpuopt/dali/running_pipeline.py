@@ -20,7 +20,7 @@ _KEPT: Final = 2
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
-class Engine:
+class RunningPipeline:
     """Runs a pipeline. Not for several threads.
 
     Args:

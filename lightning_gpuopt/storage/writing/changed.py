@@ -12,9 +12,9 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import xxhash
 
-from lightning_gpuopt.storage.build.plan import Plan
 from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.sources import Source
+from lightning_gpuopt.storage.writing.plan import Plan
 
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
 """Of samples, by what tells each from all others; ``[samples]``."""

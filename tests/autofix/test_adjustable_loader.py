@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_gpuopt.autofix.loader import AdjustableLoader
+from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange

@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.loading.collate import Collate
-from lightning_gpuopt.loading.loader import make_loader
+from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order, mix
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import EpochSamples

@@ -69,7 +69,7 @@ _SHOWN: Final = 8
 _UNSEEN: Final = "holds too much to see for each batch whether it reads what training writes"
 
 
-class Order:
+class SeenOrder:
     """What was seen of a loader's order: whether it is known ahead, or depends on when it is asked for.
 
     ``bound`` is why its indices must be asked for when they would have been, as the end of a sentence about it.
@@ -125,7 +125,7 @@ class Order:
 class _Watched:
     """A sampler whose state is compared between what it has given and what it is asked for next."""
 
-    def __init__(self, sampler: Any, inner: Any, dataset: Any, order: Order, *, is_known: bool) -> None:
+    def __init__(self, sampler: Any, inner: Any, dataset: Any, order: SeenOrder, *, is_known: bool) -> None:
         self._sampler, self._inner, self._dataset, self._order = sampler, inner, dataset, order
         self._known, self._is_first = is_known, not order.turns
         self._is_known = is_known or order.is_list

@@ -14,16 +14,16 @@ import numpy as np
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.loading.order import mix, permute
 from lightning_gpuopt.storage import codec, durable
-from lightning_gpuopt.storage.build.changed import Hashes, hashes_file, hashes_of, skip_file
-from lightning_gpuopt.storage.build.randomness import seed_all
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources import Source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions, prepare
+from lightning_gpuopt.storage.writing.changed import Hashes, hashes_file, hashes_of, skip_file
+from lightning_gpuopt.storage.writing.randomness import seed_all
 
 REPORT_INTERVAL_S: Final = 0.2
 
-Report = Callable[[int, int, "list[Skipped]"], None]
+Report = Callable[[int, int, "list[SkippedSample]"], None]
 """Hears of samples and bytes that were stored since the last call, and of samples that were left out."""
 
 
@@ -72,7 +72,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedSample:
     """A sample of the source that is not in the dataset.
 
     Attributes:
@@ -97,7 +97,7 @@ class Filled:
     """
 
     writer: ShardWriter
-    skipped: list[tuple[int, Skipped]]
+    skipped: list[tuple[int, SkippedSample]]
     hashes: Hashes | None
 
 
@@ -121,8 +121,8 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
         TypeError: A sample is of a type that cannot be stored.
         OSError: The disk is full.
     """
-    skipped: list[tuple[int, Skipped]] = []
-    new: list[Skipped] = []
+    skipped: list[tuple[int, SkippedSample]] = []
+    new: list[SkippedSample] = []
     reported_at, samples, reported_bytes = clock(), 0, 0
     check_kinds(job.source)
     writer = ShardWriter(job.directory, number)
@@ -197,14 +197,14 @@ def _encode(job: Job, index: int) -> codec.Encoded:
         raise TypeError(f"{job.source.path}: {job.source.name(index)}: {error}") from None
 
 
-def _skip(job: Job, index: int, error: BadImage) -> Skipped:
+def _skip(job: Job, index: int, error: BadImage) -> SkippedSample:
     name = job.source.name(index)
     if job.strict:
         raise StorageError(
             f"{job.source.path}: {name}: cannot be decoded ({error}); repair or remove it, then go on with "
             "resume=True, or without strict=True to leave such images out"
         ) from None
-    return Skipped(index, name, str(error))
+    return SkippedSample(index, name, str(error))
 
 
 def is_repaired(job: Job, number: int) -> bool:
@@ -220,7 +220,7 @@ def _is_good(job: Job, index: int) -> bool:
     return True
 
 
-def skipped_samples(job: Job, numbers: Iterable[int]) -> Iterable[Skipped]:
+def skipped_samples(job: Job, numbers: Iterable[int]) -> Iterable[SkippedSample]:
     """The samples left out of these shards, in order."""
     for number in numbers:
         try:
@@ -229,4 +229,4 @@ def skipped_samples(job: Job, numbers: Iterable[int]) -> Iterable[Skipped]:
             continue
         samples = job.samples(number)
         for place, name, reason in rows:
-            yield Skipped(samples[place], name, reason)
+            yield SkippedSample(samples[place], name, reason)

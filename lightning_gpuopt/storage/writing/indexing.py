@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from lightning_gpuopt.storage.build.engine import index_unit, send
-from lightning_gpuopt.storage.build.fill import Report
-from lightning_gpuopt.storage.build.pool import run_in_processes
 from lightning_gpuopt.storage.format import staging_directory
 from lightning_gpuopt.storage.sources.tar_index import Indexing, Item
+from lightning_gpuopt.storage.writing.fill import Report
+from lightning_gpuopt.storage.writing.pool import run_in_processes
+from lightning_gpuopt.storage.writing.units import index_unit, send
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_gpuopt.compat.dataloader import worker_pids
 from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, PipelineTimes
-from lightning_gpuopt.timeline.loader import facts_of, pipeline_of
+from lightning_gpuopt.timeline.loader_facts import facts_of, pipeline_of
 
 SAMPLES = [torch.zeros(1)] * 8
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build.plan import PLAN
 from lightning_gpuopt.storage.format import MANIFEST, SKIPPED, Manifest, replaced_directory
 from lightning_gpuopt.storage.sources.tar_index import INDEX
+from lightning_gpuopt.storage.writing.plan import PLAN
 
 SHARD_FILE: Final = re.compile(r"shard-(\d{5,})\.[a-z0-9_.]+")
 MARKER: Final = "executor-"

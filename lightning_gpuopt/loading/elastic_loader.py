@@ -16,7 +16,7 @@ from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
 from lightning_gpuopt.loading.engine.engine import CannotServe
 from lightning_gpuopt.loading.engine.iterator import EngineIterator, can_serve
-from lightning_gpuopt.loading.engine.memory import can_share
+from lightning_gpuopt.loading.engine.shared_blocks import can_share
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
 

@@ -183,7 +183,7 @@ class _Lent:
         self.copied: list[torch.cuda.Event] | None = None if may_be_read else []
 
 
-class Ring(Blocks):
+class BlockRing(Blocks):
     """The blocks in the training process: handed over with their batches, and used again when nobody has these.
 
     Args:
@@ -360,7 +360,7 @@ def streams_here() -> tuple[Any, ...]:
     return torch.cuda.current_stream(), torch.cuda.default_stream()
 
 
-_rings: Final[weakref.WeakSet[Ring]] = weakref.WeakSet()
+_rings: Final[weakref.WeakSet[BlockRing]] = weakref.WeakSet()
 
 
 _LOADERS: Final = frozenset({"torch.utils.data.dataloader", "lightning_gpuopt.loading.engine.iterator"})

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from lightning_gpuopt.dali.encoded import Bytes
-from lightning_gpuopt.dali.engine import Engine
 from lightning_gpuopt.dali.pipelines import PipelineError
+from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, none_left
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image
 from lightning_gpuopt.images.other_decoder import as_ppm
@@ -53,7 +53,7 @@ class DALILoader(ResumableLoader):
         self,
         source: BatchSource,
         sampler: ElasticSampler,
-        engine: Engine,
+        engine: RunningPipeline,
         undecodable: Undecodable,
         expected: Callable[[tuple[torch.Tensor, ...], int], None],
         num_threads: int,

@@ -15,19 +15,6 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from lightning_gpuopt.storage import durable
-from lightning_gpuopt.storage.build.changed import Hashes, stored_hashes
-from lightning_gpuopt.storage.build.lock import Locks
-from lightning_gpuopt.storage.build.plan import (
-    PLAN,
-    Notes,
-    Plan,
-    as_json,
-    difference,
-    read_notes,
-    read_plan,
-    write_plan,
-)
-from lightning_gpuopt.storage.build.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import (
     MANIFEST,
@@ -39,6 +26,19 @@ from lightning_gpuopt.storage.format import (
     staging_directory,
 )
 from lightning_gpuopt.storage.sources.tar_index import INDEX
+from lightning_gpuopt.storage.writing.changed import Hashes, stored_hashes
+from lightning_gpuopt.storage.writing.lock import Locks
+from lightning_gpuopt.storage.writing.plan import (
+    PLAN,
+    Notes,
+    Plan,
+    as_json,
+    difference,
+    read_notes,
+    read_plan,
+    write_plan,
+)
+from lightning_gpuopt.storage.writing.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 
 _WORK: Final = re.compile(rf"shard-(\d{{5,}})\.(done|attempt\..*)|{MARKER}.*")
 """What the workers of an executor leave, and what they know the directory by."""

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpuopt.measurements.flight import FlightRecord, MemoryReading
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.memory import in_words, memory_of
+from lightning_gpuopt.postmortem.memory_before import in_words, memory_of
 from lightning_gpuopt.postmortem.record import PostMortem
 from tests.postmortem.records import GIB, MIB, T, died, rank, readings, worker
 

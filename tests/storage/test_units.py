@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_gpuopt.storage.build import engine
-from lightning_gpuopt.storage.build.build import build_lmdb
-from lightning_gpuopt.storage.build.staging import finished_directory
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import staging_directory
+from lightning_gpuopt.storage.writing import units
+from lightning_gpuopt.storage.writing.build import build_lmdb
+from lightning_gpuopt.storage.writing.staging import finished_directory
 from tests.lanes import few
 from tests.storage.building import BROKEN, NUM_SAMPLES, Build, Numbers
 from tests.storage.executors import Elsewhere, Immediately
@@ -249,7 +249,7 @@ def test_the_processes_of_a_pool_do_not_hold_the_lock_of_a_killed_build(
 def test_ctrl_c_ends_the_build_and_says_how_to_go_on(
     tmp_path: Path, numbers: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(units, "_PATIENCE_S", 0.0)
     with Build(tmp_path / "out", stop="read 900", executor=ThreadPoolExecutor(1)) as running:
         assert running.stopped() == running.pid
         os.kill(running.pid, signal.SIGINT)
@@ -357,14 +357,14 @@ def test_a_unit_is_small_however_many_samples_there_are(tmp_path: Path) -> None:
         write_tar(tmp_path / f"{count:05d}.tar", {f"{i:06d}.cls": b"1" for i in range(count)})
         one = Immediately()
         build_lmdb(tmp_path / f"{count:05d}.tar", tmp_path / f"{count:05d}", executor=one, progress=False)
-        sizes[count] = {len(pickle.dumps((engine.build_unit, unit))) for unit in one.units}
+        sizes[count] = {len(pickle.dumps((units.build_unit, unit))) for unit in one.units}
     assert sizes[1100] == sizes[11000]
     assert max(sizes[1100]) < 600 + 2 * len(str(tmp_path))
 
 
 def test_only_so_many_units_are_outstanding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_gpuopt.storage.build.plan._SHARE_SAMPLES", 1)
-    monkeypatch.setattr(engine, "_OUTSTANDING", 3)
+    monkeypatch.setattr("lightning_gpuopt.storage.writing.plan._SHARE_SAMPLES", 1)
+    monkeypatch.setattr(units, "_OUTSTANDING", 3)
 
     class Later(Immediately):
         """Does what it has when somebody waits for it."""
@@ -387,7 +387,7 @@ def test_only_so_many_units_are_outstanding(tmp_path: Path, monkeypatch: pytest.
             return wait(*args, **kwargs)
 
     executor = Later()
-    monkeypatch.setattr(engine, "wait", executor.wait)
+    monkeypatch.setattr(units, "wait", executor.wait)
     assert build_lmdb(list(range(16)), tmp_path / "out", executor=executor, progress=False).num_shards == 16
     assert [args[-2] for args in executor.units] == list(range(16))
     assert executor.counts == [3, 3, 3, 3, 3, 1, 0]
@@ -449,7 +449,7 @@ def test_wrong_arguments_are_told(tmp_path: Path, options: dict[str, Any], compl
 def test_workers_that_are_forked_while_a_thread_reads_do_not_wait_for_it(
     tmp_path: Path, numbers: dict[str, bytes]
 ) -> None:
-    with engine._filling, ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+    with units._filling, ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         build_lmdb(Numbers(), tmp_path / "out", executor=pool, progress=False)
     assert files(tmp_path / "out") == numbers
 

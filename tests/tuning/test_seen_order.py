@@ -25,8 +25,8 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt.prefetch.randomness import RandomStates
-from lightning_gpuopt.tuning.order import Order
 from lightning_gpuopt.tuning.rules import AskedChange, why_not
+from lightning_gpuopt.tuning.seen_order import SeenOrder
 
 DATA = TensorDataset(torch.zeros(300, 1))
 FIRST = "its sampler (Own) may read what training writes, which an epoch has to show first"
@@ -54,9 +54,9 @@ class Own(Sampler[int]):
         return 300
 
 
-def seen(loader: DataLoader[Any], between: Any = None) -> Order:
+def seen(loader: DataLoader[Any], between: Any = None) -> SeenOrder:
     """What is seen in an epoch of a loader, with something done between its batches."""
-    order = Order()
+    order = SeenOrder()
     for _ in order.watched(loader):
         order.turns += 1
         if between is not None:
@@ -79,13 +79,13 @@ def seen(loader: DataLoader[Any], between: Any = None) -> Order:
     ],
 )
 def test_torch_s_own_may_be_asked_earlier_at_once(kwargs: dict[str, Any]) -> None:
-    assert Order().why_not_ahead(DataLoader(DATA, **kwargs)) is None
+    assert SeenOrder().why_not_ahead(DataLoader(DATA, **kwargs)) is None
 
 
 @pytest.mark.parametrize("kwargs", [{"sampler": Own()}, {"batch_sampler": BatchSampler(Own(), 4, drop_last=True)}])
 def test_one_of_the_user_s_after_an_epoch_that_has_shown_nothing(kwargs: dict[str, Any]) -> None:
     loader = DataLoader(DATA, **kwargs)
-    assert Order().why_not_ahead(loader) == FIRST
+    assert SeenOrder().why_not_ahead(loader) == FIRST
     order = seen(loader)
     assert order.why_not_ahead(loader) is None
     assert not order.is_list
@@ -103,7 +103,7 @@ def test_one_that_draws_as_it_goes_may_never(draw: Any, every: int, batch_size: 
 def test_what_is_drawn_is_what_would_have_been_drawn() -> None:
     loader = DataLoader(DATA, sampler=Own(random.random), batch_size=2)
     after = []
-    for sampler in (loader.batch_sampler, Order().watched(loader)):
+    for sampler in (loader.batch_sampler, SeenOrder().watched(loader)):
         torch.manual_seed(1)
         random.seed(1)
         after.append((list(sampler), RandomStates()))  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_what_is_drawn_is_what_would_have_been_drawn() -> None:
 
 def test_the_global_generator_by_another_name() -> None:
     loader = DataLoader(DATA, sampler=RandomSampler(DATA, replacement=True, generator=torch.default_generator))
-    assert "draws from the global generator" in (Order().why_bound(loader) or "")
+    assert "draws from the global generator" in (SeenOrder().why_bound(loader) or "")
 
 
 class Lists(Own):
@@ -130,7 +130,7 @@ class AsTorch(Own):
 def test_one_that_gives_a_list_is_known_from_the_first_batch_on(kind: type[Own], drop_last: bool) -> None:
     sampler = kind()
     loader = DataLoader(DATA, sampler=sampler, batch_size=4, drop_last=drop_last)
-    order = Order()
+    order = SeenOrder()
     next(iter(order.watched(loader)))
     assert order.is_list
     assert order.is_known(loader)
@@ -264,7 +264,7 @@ class KeepsPlace(Own):
 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_one_that_keeps_its_place_may_not_where_epochs_end_before_it(leaves: bool) -> None:
-    loader, order = DataLoader(DATA, sampler=KeepsPlace(), batch_size=2), Order()
+    loader, order = DataLoader(DATA, sampler=KeepsPlace(), batch_size=2), SeenOrder()
     for number, _ in enumerate(order.watched(loader)):
         order.turns += 1
         if leaves and number == 20:
