@@ -26,8 +26,8 @@ NOT_PREDICTED: Final[dict[str, str]] = {
 """By setting, why its gain is not predicted, where it is not."""
 
 MIN_BEFORE: Final = 4  # windows that must have been seen before a change
-MAX_WINDOWS: Final = 8  # before and after a change that are compared at most; an unproved gain is then taken back
 _LOOKS: Final = (5, 8)  # windows after a change at which it is judged. Only two: each look can be fooled by chance
+MAX_WINDOWS: Final = _LOOKS[-1]  # that are compared on either side; a gain without a proof is then taken back
 _MIN_TO_LOSE: Final = 3  # windows after which a change that has made the steps slower is taken back
 _MIN_GAIN: Final = 1.02  # least gain: a smaller one is not worth its workers and memory
 _CHANCE: Final = 0.01  # false positive rate of one look, for independent windows and a change without effect

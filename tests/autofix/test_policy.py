@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from itertools import combinations
 from math import comb
+from pathlib import Path
 
 import pytest
 
+from lightning_gpuopt.autofix import policy
 from lightning_gpuopt.autofix.policy import (
     MAX_WINDOWS,
+    MIN_BEFORE,
     Wanted,
     chance_of,
     expected_of,
@@ -21,6 +24,7 @@ from lightning_gpuopt.autofix.policy import (
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts
 
+ROOT = Path(__file__).parents[2]
 GAIN = (1.5, 2.0, 2.5)
 
 
@@ -76,6 +80,21 @@ class TestWhetherItHelped:
     def test_a_loss_is_known_early(self):
         assert judge([1.0] * 4, [1.1, 1.2]) is None
         assert judge([1.0] * 4, [1.1, 1.2, 1.1]) is False
+
+    def test_each_look_can_prove_a_gain_and_the_docs_say_when_it_comes(self):
+        names = {3: "three", 4: "four", 5: "five", 8: "eight"}
+        text = " ".join((ROOT / "docs/autofix.md").read_text(encoding="utf-8").split())
+        for look in policy._LOOKS:
+            assert chance_of([2.0] * MIN_BEFORE, [1.0] * look) <= policy._CHANCE
+        first, last = (names[look] for look in policy._LOOKS)
+        least, lost = names[MIN_BEFORE].capitalize(), names[policy._MIN_TO_LOSE]
+        assert f"{least} to {last} windows before a change, and {first} or {last} after it" in text
+        assert f"after {first} windows and after {last}), and the steps became faster by 2 % or more" in text
+        assert (
+            f"without a proof after {last} windows is taken back, one that has made the steps slower after {lost}"
+            in text
+        )
+        assert policy._MIN_GAIN == 1.02
 
     def test_noise_is_no_gain(self):
         before = [1.0, 1.3, 0.9, 1.2, 1.1, 1.0, 1.25, 0.95]
