@@ -10,6 +10,7 @@ from typing import Final
 from lightning_gpuopt.diagnosis.causes.table import OURS, cause_of
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
 from lightning_gpuopt.measurements.code_location import INSTALLED, Call, CodeLocation, Sampled, Stack, in_shares, short
+from lightning_gpuopt.measurements.libraries import LIBRARIES
 from lightning_gpuopt.measurements.phases import FIRST_FETCH
 
 _MAX_PLACES: Final = 20
@@ -19,16 +20,7 @@ _NETWORK: Final = ("fsspec", "s3fs", "gcsfs", "adlfs", "boto3", "botocore", "url
 
 _LOCAL: Final = "fsspec/implementations/local.py"
 
-_STREAMS: Final[dict[str, tuple[str, ...]]] = {
-    "litdata/streaming/downloader.py": (),
-    "litdata/streaming/item_loader.py": ("_wait_until_chunk_ready",),
-    "litdata/streaming/reader.py": ("_acquire_cache_slot", "_force_download", "_download_chunk_indexes"),
-    "streaming/base/dataset.py": ("prepare_shard", "_each_sample_id"),
-    "streaming/base/storage/download.py": (),
-    "webdataset/cache.py": ("download", "get_file"),
-    "webdataset/gopen.py": (),
-}
-"""By the file of a library, its functions that download a shard, or wait for one; none named: all of them."""
+_DOWNLOADS: Final = [each for row in LIBRARIES for each in row.downloads.items()]
 
 
 def is_in_user_code(finding: Finding) -> bool:
@@ -94,7 +86,7 @@ def _is_download(call: Call) -> bool:
     if _package(call.file) in _NETWORK:
         return True
     file, function = short(call.file), call.name.rpartition(".")[2]
-    return any(file == name and (not functions or function in functions) for name, functions in _STREAMS.items())
+    return any(file == name and (not functions or function in functions) for name, functions in _DOWNLOADS)
 
 
 def finding_name(finding: Finding) -> str:

@@ -13,22 +13,11 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 from lightning_gpuopt.compat.dataloader import running_workers
 from lightning_gpuopt.loaders.inner import dataloader_in
-from lightning_gpuopt.loaders.kinds import KNOWN_STATES, kind_of
+from lightning_gpuopt.loaders.kinds import keeps_state, kind_of
+from lightning_gpuopt.measurements.libraries import LibraryFacts, library_of
 from lightning_gpuopt.measurements.loader_description import LoaderDescription, Work
 
 log = logging.getLogger(__name__)
-
-_READ_IN: Final = {
-    "litdata": "0.2",
-    "streaming": "0.13",
-    "webdataset": "1.0",
-    "datasets": "5.",
-    "torchdata": "0.11",
-}
-"""The versions in which the attributes below were read; of another one nothing but torch's DataLoader is looked at."""
-
-_DIVIDE: Final = ("litdata", "streaming", "datasets")
-"""Libraries whose streams divide their samples, or shards, among the workers."""
 
 _WORKER_INFO: Final = "get_worker_info"
 _MAX_DATASETS: Final = 64
@@ -51,18 +40,19 @@ def describe(loader: Any, iterator: Any = None, *, key: str = "") -> LoaderDescr
         describe(DataLoader(dataset, num_workers=4)).num_workers  # 4
     """
     kind, inner = kind_of(loader), dataloader_in(loader)
-    found: Facts = {"kind": kind, "name": type(loader).__name__, "key": key, "keeps_state": kind in KNOWN_STATES}
+    found: Facts = {"kind": kind, "name": type(loader).__name__, "key": key, "keeps_state": keeps_state(loader)}
     notes: list[str] = []
     _read(found, notes, "a loader's length", lambda: {"length": _length(loader)})
     if inner is not None:
         _read(found, notes, f"a {type(inner).__name__}", lambda: _of_dataloader(inner, iterator))
         dataset = getattr(inner, "dataset", None)
-        for library, read in _DATASETS.items():
-            if found.get("is_iterable") and _comes_from(dataset, library):
-                _read_library(found, notes, library, lambda read=read: read(dataset))  # type: ignore[misc]
+        library = library_of(dataset)
+        if found.get("is_iterable") and library is not None and library.package in _DATASETS:
+            read = _DATASETS[library.package]
+            _read_library(found, notes, library, lambda: read(dataset))
         _count_idle(found, notes)
-    elif kind == "nodes":
-        _read_library(found, notes, "torchdata", lambda: _of_nodes(loader))
+    elif kind == "nodes" and (library := library_of(loader)) is not None:
+        _read_library(found, notes, library, lambda: _of_nodes(loader))
     elif kind == "pipeline":
         size = getattr(loader, "batch_size", None)
         found |= {"work": "threads", "batch_size": size if isinstance(size, int) else None}
@@ -77,16 +67,15 @@ def _read(found: Facts, notes: list[str], what: str, read: Callable[[], Facts]) 
         notes.append(f"Some of what {what} is could not be read: it is not as expected.")
 
 
-def _read_library(found: Facts, notes: list[str], library: str, read: Callable[[], Facts]) -> None:
-    version = str(getattr(sys.modules.get(library), "__version__", "unknown"))
-    if version.startswith(_READ_IN[library]):
-        _read(found, notes, f"{library} {version}", read)
+def _read_library(found: Facts, notes: list[str], library: LibraryFacts, read: Callable[[], Facts]) -> None:
+    """Read what is special about a library's object; of another version than its row says nothing is looked at."""
+    names = (library.package, library.package.partition(".")[0])
+    versions = (getattr(sys.modules.get(name), "__version__", None) for name in names)
+    version = str(next(filter(None, versions), "unknown"))
+    if version.startswith(library.version):
+        _read(found, notes, f"{names[1]} {version}", read)
     else:
-        notes.append(f"What is special about {library} {version} was not looked at: this version is not known.")
-
-
-def _comes_from(dataset: Any, library: str) -> bool:
-    return any(cls.__module__.partition(".")[0] == library for cls in type(dataset).__mro__)
+        notes.append(f"What is special about {names[1]} {version} was not looked at: this version is not known.")
 
 
 def _length(loader: Any) -> int | None:
@@ -130,7 +119,7 @@ def _datamodule_for(loader: DataLoader[Any]) -> str | None:
         dataset = dataset.dataset
     if hasattr(dataset, "__getitems__"):  # batches are its own to make
         return None
-    folder = type(dataset).__name__ == "ImageFolder" and _comes_from(dataset, "torchvision")
+    folder = type(dataset).__name__ == "ImageFolder" and type(dataset).__module__.startswith("torchvision.")
     return "ImageFolderDataModule" if folder else "LMDBDataModule"
 
 
@@ -202,10 +191,10 @@ def _duplicates(loader: DataLoader[Any]) -> bool:
 
     A dataset that asks which worker it runs in, or a ``worker_init_fn``, is taken to divide its samples.
     """
-    dataset = loader.dataset
-    if loader.worker_init_fn is not None or any(_comes_from(dataset, each) for each in _DIVIDE):
+    dataset, library = loader.dataset, library_of(loader.dataset)
+    if loader.worker_init_fn is not None or (library is not None and library.divides):
         return False
-    if _comes_from(dataset, "webdataset"):  # a stage of it does
+    if library is not None and library.package == "webdataset":  # a stage of it does
         names = [getattr(stage, "__name__", type(stage).__name__) for stage in getattr(dataset, "pipeline", ())]
         return not {"split_by_worker", "ResampledShards"} & set(names)
     return not _asks(dataset)

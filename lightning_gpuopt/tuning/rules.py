@@ -12,7 +12,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator
-from lightning_gpuopt.loaders.kinds import KNOWN_STATES, kind_of
+from lightning_gpuopt.loaders.kinds import keeps_state, kind_of
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
@@ -74,7 +74,7 @@ def _own_state(asked: AskedChange) -> str | None:
     loader = asked.loader
     if asked.before_first or not has_own_state(loader):
         return None
-    if asked.setting in ("prefetch_factor", "pin_memory") and kind_of(loader) in KNOWN_STATES:
+    if asked.setting in ("prefetch_factor", "pin_memory") and keeps_state(loader):
         return None
     return f"the state of a {type(loader).__name__} holds for the settings that it began with"
 

@@ -16,6 +16,7 @@ from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.measurements import libraries
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.timeline.worker_clock import watch_workers
 from tests.loaders.kinds import BATCH, CORE, LIBRARIES, SAMPLES, Around, Kind, Mapped, Own, Prepare, Stream
@@ -195,8 +196,18 @@ def test_the_caches_of_libraries(tmp_path: Path) -> None:
     assert describe(webdataset.WebLoader(stream, batch_size=None)).caches == (str(tmp_path / "tars"),)
 
 
-def test_versions_are_those_of_known_libraries() -> None:
-    assert set(module._DATASETS) <= set(module._READ_IN)
+def test_what_is_read_of_datasets_has_a_row_for_its_library() -> None:
+    assert set(module._DATASETS) <= {each.package for each in libraries.LIBRARIES}
+
+
+def test_part_of_a_namespace_package_is_told_from_its_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = libraries.LibraryFacts("spaced.loaders", "1.", "webdataset", keeps_state=True)
+    monkeypatch.setattr(libraries, "LIBRARIES", (*libraries.LIBRARIES, row))
+    inside, beside = (
+        type("Made", (DataLoader,), {"__module__": f"spaced.{each}"}) for each in ("loaders.fast", "data")
+    )
+    assert (describe(inside(range(4))).kind, describe(inside(range(4))).keeps_state) == ("webdataset", True)
+    assert (describe(beside(range(4))).kind, describe(beside(range(4))).keeps_state) == ("torch", False)
 
 
 class Numbered(Dataset):

@@ -10,6 +10,7 @@ from typing import Any, Final
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.measurements.libraries import LIBRARIES
 from lightning_gpuopt.measurements.phases import PhaseTimes
 
 _PARTS: Final = {
@@ -22,7 +23,7 @@ _PARTS: Final = {
 }
 _MIN_EPOCHS: Final = 2
 
-_FIRST: Final = {"litdata": "shards", "mds": "shards", "webdataset": "buffer"}
+_FIRST: Final[dict[str | None, str]] = {row.kind: row.begins_with for row in LIBRARIES}
 """By kind of stream what it does before its first sample; a class of one's own may fill a buffer, or read an index."""
 
 
