@@ -42,14 +42,9 @@ _FLOAT = struct.Struct("<d")
 
 
 class EncodedImage(bytes):
-    """The bytes of an image file (JPEG, PNG, WebP, ...), stored as they are and decoded when read.
+    """The bytes of an image file (JPEG, PNG, WebP, ...), stored as they are and decoded when read."""
 
-    Attributes:
-        mode: None: a photograph, which is read as upright RGB whatever its mode. Else PIL's mode of an image whose
-            values count (a mask, a depth map), which is read exactly as it was written.
-    """
-
-    mode: str | None
+    mode: str | None  # None: a photograph, read as upright RGB; else PIL's mode, read exactly (masks, depth maps)
 
     def __new__(cls, data: bytes | bytearray | memoryview, mode: str | None = None) -> EncodedImage:
         """Mark bytes as an image file."""
@@ -71,12 +66,7 @@ class Encoded:
         self.buffers = buffers
 
     def value(self, shard: int, index: int) -> bytes:
-        """The stored value, stamped for its place.
-
-        Args:
-            shard: Number of the shard.
-            index: Index of the sample within the shard.
-        """
+        """The stored value, stamped with its shard's number and its index there."""
         return pack(self.structure, self.buffers, sample_number(shard, index))
 
 
@@ -84,16 +74,7 @@ class Encoded:
 
 
 def encode(sample: Any) -> Encoded:
-    """Turn a sample into its structure and buffers.
-
-    Args:
-        sample: bytes, int, float, bool, str, None, a numpy array or scalar, a tensor, a PIL image, an
-            `EncodedImage`, or a tuple, list or dict (keys: str or int) of these.
-
-    Raises:
-        TypeError: There is something in it that would need pickle, or that could not be read again; the text says where
-            in the sample.
-    """
+    """A sample's structure and buffers; TypeError, with the place in the sample, for what would need pickle."""
     buffers: list[bytes] = []
     try:
         described = _describe(sample, buffers, "sample")
@@ -139,11 +120,7 @@ def _sizes(described: Any) -> Any:
 
 
 def _read_back(encoded: Encoded) -> None:
-    """Read the first sample of a kind: no dataset is written that nobody can read.
-
-    Raises:
-        TypeError: It cannot be read, or comes back as something else.
-    """
+    """Read the first sample of a kind; TypeError where it comes back as something else, which nobody could use."""
     value = encoded.value(0, 0)
     try:
         structure = msgpack.packb(_describe(read(value, 0, len(value), 0, EncodedImage), [], "sample"))
@@ -233,11 +210,7 @@ def _numpy_descr(dtype: np.dtype[Any], where: str) -> Any:
 
 
 def refuse_unstorable(tensor: torch.Tensor, where: str) -> None:
-    """Refuse a tensor that has no elements in memory that could be stored one after the other.
-
-    Raises:
-        TypeError: It is such a tensor; says what to store in its place.
-    """
+    """Raise TypeError, with what to store instead, for a tensor without elements in memory to be stored."""
     if tensor.is_nested:
         kind, instead = "nested", "value.unbind(), or value.to_padded_tensor(0)"
     elif tensor.layout != torch.strided:
@@ -301,21 +274,10 @@ def _is_whole_file(image: Image.Image) -> bool:
 
 
 def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder | None) -> Any:
-    """The sample whose stored value is ``source[start:stop]``.
+    """The sample in ``source[start:stop]``, whose stamp must bear `number`; arrays, tensors and bytes are copies.
 
-    Arrays, tensors and bytes are copies; images are decoded from the source itself.
-
-    Args:
-        source: What holds the value.
-        start: Where the value begins.
-        stop: Where it ends.
-        number: The sample's number, which its stamp must bear.
-        image: What makes an image of an image file: called with the file, and with its mode too where it is to come
-            back exactly as it was written. None: the bytes of the file.
-
-    Raises:
-        DamagedError: The value is not what was written.
-        Exception: What `image`, or a leaf that is not what its structure says, raises.
+    `image` gets an image file, and its mode where it is to come back as written; None: the bytes of the file.
+    DamagedError where the value is not what was written; what `image` or a malformed leaf raises comes through.
     """
     begin, structure, layout = _latest
     at = start + _STRUCTURE + len(structure)
@@ -373,18 +335,9 @@ def _read_layout(source: Source, start: int, number: int) -> tuple[int, tuple[li
 
 
 def part(source: Source, start: int, number: int, key: int | str) -> Any:
-    """One part of a sample that is a tuple, list or dict; nothing else of it is read, images least of all.
+    """One part (an image as its file's bytes) of a sample that is a tuple, list or dict; nothing else of it is read.
 
-    Args:
-        source: What holds the sample's value.
-        start: Where the value begins.
-        number: The sample's number.
-        key: Index of the part, or its key; images are given as the bytes of their files.
-
-    Raises:
-        DamagedError: The value is not what was written.
-        LookupError: There is no such part.
-        TypeError: The sample has no parts.
+    LookupError where there is no such part, TypeError where there are none, DamagedError.
     """
     head = parse(source, start)
     if head.number != number:
@@ -400,15 +353,9 @@ def part(source: Source, start: int, number: int, key: int | str) -> Any:
 
 
 def number_from_end(structure: Any, key: int | str) -> tuple[np.dtype[Any], int] | None:
-    """Where a number lies that is a part of every sample of a structure, if that is the same for all of them.
+    """Dtype of a part that is a number, and how many bytes before a value's end it begins.
 
-    Args:
-        structure: The samples' structure, as a tree.
-        key: Index of the part, or its key.
-
-    Returns:
-        Its dtype, and how many bytes before a value's end it begins; None where it is no number, or parts of any length
-        come after it.
+    None where it is no number, or parts of any length come after it.
     """
     kind, *rest = structure
     if kind not in ("tuple", "list", "dict"):
@@ -467,10 +414,7 @@ def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
 
 
 def as_written(structure: Any, path: tuple[int | str, ...] = ()) -> Iterator[tuple[int | str, ...]]:
-    """Where in a structure's tree arrays, tensors and images lie that are kept exactly, from the outside in.
-
-    But for a sample's image that was written as an array or tensor.
-    """
+    """Paths of arrays, tensors and images that are kept exactly, but for a sample's image written as an array."""
     kind, *rest = structure
     if kind in ("array", "tensor"):
         of_an_image = len(rest) == 2 or rest[2]["class"] == "Image"
@@ -613,11 +557,7 @@ def _tuples(descr: list[Any]) -> list[Any]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name.
-
-    Raises:
-        DamagedError: This torch has none.
-    """
+    """The torch dtype of that name; DamagedError where this torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedError(f"a tensor of dtype {name!r}, which this torch does not have")

@@ -55,32 +55,18 @@ def key(index: int) -> bytes:
 
 @dataclass(frozen=True)
 class Shard:
-    """One LMDB file of a dataset and what is in it.
+    """One LMDB file of a dataset and what is in it. Digests are XXH3-64, in hexadecimal."""
 
-    Attributes:
-        number: Its number; the files are ``shard-<number>.mdb``, ``.tab``, and with label columns ``.lab``.
-        num_samples: Samples in it.
-        file_bytes: Size of the LMDB file.
-        value_bytes: Sum of the sizes of the stored values.
-        structure: The samples' structure as a tree, if they all have the same; else None.
-        record_bytes: Size of a stored value, if all have the same; else None.
-        digest: XXH3-64 of the samples' checksums in their order, in hexadecimal: two shards of one digest hold the
-            same samples.
-        file_digest: XXH3-64 of the whole LMDB file, in hexadecimal.
-        labels: Key and dtype of the label columns, in the order of their file.
-        labels_digest: XXH3-64 of the file of the label columns, in hexadecimal; None where there are none.
-    """
-
-    number: int
+    number: int  # of the files ``shard-<number>.mdb``, ``.tab``, and with label columns ``.lab``
     num_samples: int
-    file_bytes: int
-    value_bytes: int
-    structure: list[Any] | None
-    record_bytes: int | None
-    digest: str
-    file_digest: str
-    labels: list[list[Any]] = field(default_factory=list)
-    labels_digest: str | None = None
+    file_bytes: int  # of the LMDB file
+    value_bytes: int  # of all stored values
+    structure: list[Any] | None  # as a tree, if all samples have the same; else None
+    record_bytes: int | None  # of a stored value, if all have the same; else None
+    digest: str  # of the samples' checksums in order: equal means the same samples
+    file_digest: str  # of the whole LMDB file
+    labels: list[list[Any]] = field(default_factory=list)  # key and dtype of the label columns, in file order
+    labels_digest: str | None = None  # of their file; None where there are none
 
     @property
     def name(self) -> str:
@@ -94,11 +80,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Shard:
-        """The shard of a manifest's or a sidecar's entry.
-
-        Raises:
-            ValueError: It is not one.
-        """
+        """The shard of a manifest's or a sidecar's entry; ValueError where it is none."""
         counts = [raw[name] for name in ("number", "num_samples", "file_bytes", "value_bytes")]
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"a shard with the counts {counts}")
@@ -138,21 +120,13 @@ class LMDBInfo:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A dataset's manifest.json.
+    """A dataset's manifest.json."""
 
-    Attributes:
-        shards: The shards in the order of their samples.
-        classes: Names of the classes, index by label; None where there are none.
-        num_skipped: Samples of the source that are not in the dataset (listed in skipped.csv).
-        source: How it was built, as plain JSON.
-        skipped_digest: XXH3-64 of skipped.csv, in hexadecimal; None where there is none.
-    """
-
-    shards: tuple[Shard, ...]
-    classes: tuple[str, ...] | None = None
-    num_skipped: int = 0
-    source: dict[str, Any] = field(default_factory=dict)
-    skipped_digest: str | None = None
+    shards: tuple[Shard, ...]  # in the order of their samples
+    classes: tuple[str, ...] | None = None  # index by label; None where there are none
+    num_skipped: int = 0  # samples of the source that are listed in skipped.csv
+    source: dict[str, Any] = field(default_factory=dict)  # how it was built, as plain JSON
+    skipped_digest: str | None = None  # XXH3-64 of skipped.csv, in hexadecimal; None: no file
 
     @property
     def num_samples(self) -> int:
@@ -208,13 +182,7 @@ class Manifest:
 
     @classmethod
     def load(cls, directory: Path) -> Manifest:
-        """Read a dataset's manifest.
-
-        Raises:
-            FileNotFoundError: There is no such directory.
-            StorageError: It is not a finished dataset of this format, or of a newer version.
-            DamagedError: The manifest is not what was written.
-        """
+        """Read a manifest: FileNotFoundError, StorageError (unfinished, or of another version) or DamagedError."""
         path = directory / MANIFEST
         try:
             text = path.read_bytes()

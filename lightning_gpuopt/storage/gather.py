@@ -65,11 +65,7 @@ class StoredRecords(Protocol):
 
 
 class GatherPlan:
-    """How the records of a dataset become the columns of a batch. Use `plan`, which says whether they can.
-
-    Args:
-        record: One stored value of the dataset; all others have the same structure and size.
-    """
+    """How records, all of the structure and size of `record`, become the columns of a batch. Use `plan`."""
 
     def __init__(self, record: bytes) -> None:
         self.record = record
@@ -102,12 +98,9 @@ def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _columns(tree: Any, at: int) -> tuple[Callable[[Columns], Any], list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """What puts a batch together from its columns, beginning with number `at`, and the columns' dtypes and shapes.
+    """What makes ``default_collate``'s batch from columns, beginning with number `at`, and their dtypes and shapes.
 
-    The batch is what torch's ``default_collate`` makes of the samples.
-
-    Raises:
-        TypeError: A part of the sample is not a number or an array of numbers.
+    TypeError where a part of the sample is not a number or an array of numbers.
     """
     kind, *rest = tree
     if kind in ("tuple", "list", "dict"):
@@ -149,10 +142,7 @@ def gather(datasets: Sequence[StoredRecords], indices: Indices | None = None) ->
 
 
 def plan(dataset: StoredRecords) -> GatherPlan | None:
-    """How to gather a dataset's batches; None where its records are not equal arrays and numbers.
-
-    A dataset with transforms has none: they want one sample at a time.
-    """
+    """How to gather a dataset's batches; None where it has transforms, or records are not equal arrays and numbers."""
     manifest = dataset.manifest
     if dataset.transform is not None or dataset.target_transform is not None or dataset.verify_checksum:
         return None
@@ -167,9 +157,8 @@ def plan(dataset: StoredRecords) -> GatherPlan | None:
 class Gather:
     """A dataset whose batches are gathered. For a DataLoader with `batch_sampler` and `collate_fn=as_it_is`.
 
-    Args:
-        datasets: Where the samples come from, counted through; `plan` must have one for each, and they must fit.
-        indices: Those of their samples that count, in this order; None: all.
+    `plan` must have a fitting plan for each of `datasets`; `indices` count through all of them (None: all samples, in
+    order).
     """
 
     gathers_batches = True
@@ -208,12 +197,7 @@ class Gather:
         return self.datasets[at][number - self._starts[at]]
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """A batch: what ``default_collate`` would make of these samples.
-
-        Raises:
-            DamagedError: A record is not what was written.
-            IndexError: An index is out of range.
-        """
+        """What ``default_collate`` would make of these samples; DamagedError or IndexError."""
         memory = _BatchMemory(self._plan, max(len(indices), 1))
         return self._plan.assemble(self._columns(self._stored(indices), memory, 0))
 
@@ -223,16 +207,9 @@ class Gather:
         return Layout([Column(dtype, shape) for _, dtype, shape in self._plan.columns], None, self._plan.assemble)
 
     def read_into(self, indices: Sequence[int], arrays: list[Array], row: int, block: int) -> None:
-        """Read samples into rows of a batch.
+        """Read samples into a batch's columns (``[B, *shape]``, as `layout` has them) from `row` on; DamagedError.
 
-        Args:
-            indices: Of the samples.
-            arrays: The batch's columns, ``[B, *shape]``, as `layout` has them.
-            row: Of the first sample in them.
-            block: A number that stands for these arrays.
-
-        Raises:
-            DamagedError: A record is not what was written.
+        `block` is a number that stands for these arrays.
         """
         memory = self._memories.get(block)
         if memory is None:
@@ -243,17 +220,7 @@ class Gather:
                 here.reshape(len(indices), -1).view(np.uint8)[...] = as_bytes(column)
 
     def _columns(self, wanted: Indices, memory: _BatchMemory, row: int) -> list[torch.Tensor]:
-        """The parts of these records, ``[B, *shape]`` each; each record is looked at as a single read would.
-
-        Args:
-            wanted: Which.
-            memory: Where large records are read to.
-            row: Of the first there.
-
-        Raises:
-            DamagedError: One of them is not what was written.
-            OSError: One cannot be read.
-        """
+        """The parts of these records, ``[B, *shape]`` each, checked as by a single read (DamagedError)."""
         before, files, plan = blocks_read(), self._opened, self._plan
         starts, numbers, good = files.places(wanted, plan.record_bytes)
         if good is None or good.all():
@@ -301,10 +268,7 @@ class Gather:
         return memory.heads[rows].copy(), [memory.column(at, rows) for at in range(len(plan.columns))]
 
     def announce(self, indices: Sequence[int]) -> None:
-        """Have the kernel begin to read a batch that is gathered soon, where the last one came from the disk.
-
-        Else this process, which trains, would wait for each page in turn.
-        """
+        """Have the kernel read a coming batch ahead, if the last came from the disk; else training waits for pages."""
         if not self._from_disk:
             return
         before = blocks_read()
@@ -327,13 +291,7 @@ class Gather:
 
 
 class _BatchMemory:
-    """Where the records of a batch are read to.
-
-    Args:
-        plan: What they are.
-        size: How many there are at most.
-        arrays: The columns of the batch; None: they are made.
-    """
+    """Where at most `size` records of a batch are read to; without `arrays` the batch's columns are made."""
 
     def __init__(self, plan: GatherPlan, size: int, arrays: list[Array] | None = None) -> None:
         self._plan = plan
@@ -405,15 +363,7 @@ def _pieces(table: memoryview, start: int, stop: int) -> list[memoryview]:
 
 
 class _RecordFiles:
-    """The shards of datasets, and where each record lies in them.
-
-    Args:
-        datasets: As of `Gather`.
-        small: Their records are copied out of maps, where these fit.
-
-    Attributes:
-        region: The files in one stretch; None: they are to be read.
-    """
+    """The shards of datasets, and where each record lies; `small` ones are copied out of maps, where these fit."""
 
     def __init__(self, datasets: Sequence[StoredRecords], small: bool) -> None:
         shards = [
@@ -427,7 +377,7 @@ class _RecordFiles:
         self._numbers = np.array([shard.number for shard in shards], dtype=np.int64)
         self._num_samples = int(counts.sum())
         self._kept: tuple[Indices, Indices, np.ndarray[Any, Any] | None] | None = None
-        self.region: Region | None = None
+        self.region: Region | None = None  # the files in one stretch; None: they are to be read
         if small and len(shards) <= _MAPPED:
             try:
                 self.region = Region(self._sizes.tolist(), self._opened())
@@ -436,13 +386,9 @@ class _RecordFiles:
                     raise
 
     def places(self, wanted: Indices, record_bytes: int) -> tuple[Indices, Indices, np.ndarray[Any, Any] | None]:
-        """Where records begin, their samples' numbers, and which lie in their file (None: all do).
+        """Where records begin (in the region, else in their files), their numbers, and which lie in their file.
 
-        They begin in the region; without one, in their files.
-
-        Raises:
-            DamagedFileError: A file is cut off, gone, or another one.
-            OSError: A record table cannot be read.
+        The last is None where all do. DamagedFileError where a file is cut off, gone, or another one.
         """
         if self._num_samples > _PLACES:
             return self._look_up(wanted, record_bytes)
@@ -473,12 +419,7 @@ class _RecordFiles:
         return starts if self.region is None else starts - self.region.starts[shards]
 
     def check(self, wanted: Indices) -> None:
-        """See whether the files of these records are as long as they were.
-
-        Raises:
-            DamagedFileError: A file is cut off, gone, or another one.
-            OSError: One cannot be read.
-        """
+        """Raise DamagedFileError where a file of these records was cut off, or is gone or another one."""
         if len(self._shards) <= _FEW:
             try:
                 for shard in self._shards:
@@ -495,18 +436,7 @@ class _RecordFiles:
             yield file.fd
 
     def read(self, shards: Indices, offsets: Indices, vectors: Sequence[Sequence[memoryview]], num_bytes: int) -> None:
-        """Read records, shard by shard.
-
-        Args:
-            shards: The shard of each.
-            offsets: Where each begins.
-            vectors: Where each goes, in pieces.
-            num_bytes: Length of each.
-
-        Raises:
-            DamagedFileError: A file is cut off, gone, or another one.
-            OSError: One cannot be read.
-        """
+        """Read records of `num_bytes` each, shard by shard, into the pieces of `vectors`; DamagedFileError, OSError."""
         order = shards.argsort(kind="stable")
         last = -1
         for row, at, offset in zip(order.tolist(), shards[order].tolist(), offsets[order].tolist(), strict=True):

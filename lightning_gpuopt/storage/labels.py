@@ -33,14 +33,9 @@ _Column = tuple[int | str, bool]
 
 
 class _Number(NamedTuple):
-    """Where in a value a whole number lies.
+    """Where in a value a whole number lies."""
 
-    Attributes:
-        buffer: Number of its buffer.
-        signed: Whether it may be negative.
-    """
-
-    buffer: int
+    buffer: int  # its number
     signed: bool
 
 
@@ -126,12 +121,7 @@ def _num_buffers(node: Any) -> int:
 
 
 def open_labels(directory: Path, shard: Shard) -> int:
-    """A file descriptor to read a shard's label columns.
-
-    Raises:
-        DamagedFileError: It is missing, or has another size.
-        OSError: It may not be read, or there are too many open files.
-    """
+    """A file descriptor of a shard's label columns; DamagedFileError where they are missing or of another size."""
     path = directory / f"{shard.name}.lab"
     fd = open_file(path)
     expected = shard.num_samples * sum(np.dtype(dtype).itemsize for _, dtype in shard.labels)
@@ -143,12 +133,7 @@ def open_labels(directory: Path, shard: Shard) -> int:
 
 
 def read_labels(directory: Path, shard: Shard) -> dict[int | str, np.ndarray[Any, Any]]:
-    """The label columns of a shard, by index or key of the part; each has its dtype, shape ``[num_samples]``.
-
-    Raises:
-        DamagedFileError: They are not what was written.
-        OSError: They cannot be read.
-    """
+    """A shard's label columns, ``[num_samples]`` each, by index or key of the part; raises DamagedFileError."""
     if not shard.labels:
         return {}
     with open(open_labels(directory, shard), "rb") as stream:

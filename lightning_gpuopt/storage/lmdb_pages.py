@@ -27,14 +27,7 @@ _NO_PAGE: Final = (1 << 64) - 1
 
 
 def values(data: Any) -> Iterator[tuple[bytes, int, int]]:
-    """Key, offset in the file and length of every value, in the order of the keys.
-
-    Args:
-        data: The file's bytes, or a map of them.
-
-    Raises:
-        ValueError: It is no such file, or its pages are not as LMDB writes them.
-    """
+    """Key, offset in the file and length of every value, by key; ValueError where LMDB writes no such pages."""
     try:
         yield from _walk(data)
     except (struct.error, IndexError) as err:

@@ -164,11 +164,7 @@ class LMDBDataset(Dataset[Any]):
 
     @cached_property
     def _structure(self) -> Any:
-        """The first sample's structure, as a tree.
-
-        Raises:
-            DamagedError: It is not what was written.
-        """
+        """The first sample's structure, as a tree."""
         shard = next(each for each in self.manifest.shards if each.num_samples)
         if shard.structure is not None:
             return shard.structure
@@ -399,14 +395,7 @@ class LMDBDataset(Dataset[Any]):
         return kind in ("tuple", "list") and len(rest[0]) == 2 and rest[0][1][0] == "image"
 
     def _refuse(self, at: int, within: int, err: Exception) -> NoReturn:
-        """Raise what went wrong with a sample, with its name.
-
-        Raises:
-            DamagedSampleError: The sample is at fault.
-            DamagedError: Its shard is.
-            OSError: Of the shard's own files.
-            Exception: Neither is: what was raised.
-        """
+        """Raise what went wrong with a sample: DamagedSampleError or DamagedError where it or its shard is bad."""
         shard = self.manifest.shards[at]
         name = f"{self.path}: sample {self.starts[at] + within}"
         if isinstance(err, OSError) and Path(str(err.filename)).stem == shard.name:  # its file cannot be read

@@ -24,19 +24,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Region:
-    """Files mapped read-only, one after the other, each at a page boundary.
+    """Files mapped read-only, one after the other, each at a page boundary; OSError without enough address space.
 
-    Shared by nothing: after a fork the child has the same pages; a pickle must leave it out.
-
-    Args:
-        sizes: Of the files, in bytes.
-        fds: Their descriptors, one after the other; they are not kept.
-
-    Attributes:
-        starts: Where each file begins in the region, int64 ``[files]``.
-
-    Raises:
-        OSError: There is not enough address space.
+    Shared by nothing: after a fork the child has the same pages; a pickle must leave it out. The descriptors are not
+    kept.
     """
 
     def __init__(self, sizes: Sequence[int], fds: Iterable[int]) -> None:
@@ -45,6 +36,7 @@ class Region:
         self._bytes = max(page, sum(spans))
         base = _map(None, self._bytes, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         weakref.finalize(self, _libc.munmap, base, self._bytes).atexit = False
+        # where each file begins in the region, int64 [files]
         self.starts = np.concatenate([[0], np.cumsum(spans[:-1])]).astype(np.int64)
         for fd, size, start in zip(fds, sizes, self.starts.tolist(), strict=True):
             _map(base + start, size, mmap.PROT_READ, mmap.MAP_SHARED | _MAP_FIXED, fd)
@@ -53,17 +45,10 @@ class Region:
         self._whole.flags.writeable = False
 
     def rows(self, starts: Indices, num_bytes: int) -> Bytes:
-        """Copies of stretches of equal length, made in this thread alone.
+        """Copies, uint8 ``[B, num_bytes]``, of stretches from byte offsets int64 ``[B]``, made in this thread alone.
 
         torch's index_select would have its OpenMP threads share them, and the training process wait for each of these,
         for tens of milliseconds where a core is busy.
-
-        Args:
-            starts: Where each begins, in bytes from the region's begin: int64 ``[B]``.
-            num_bytes: Length of each.
-
-        Returns:
-            uint8 ``[B, num_bytes]``.
         """
         # A window of num_bytes at every byte: a view, no memory.
         windows: Bytes = np.ndarray((self._bytes - num_bytes + 1, num_bytes), np.uint8, self._whole, 0, (1, 1))

@@ -57,17 +57,7 @@ _T = TypeVar("_T")
 
 
 class OpenFile:
-    """A file of a shard, closed when nobody has it any more: not while a thread reads from it.
-
-    Args:
-        path: Of the file, for messages.
-        fd: Its descriptor, which becomes this object's.
-        size: Its length in bytes.
-
-    Attributes:
-        table: The record table of a shard's file, where it is not kept in memory.
-        used: Whether it was used since somebody last looked.
-    """
+    """A file of a shard, closed when nobody has it any more: not while a thread reads from it. It owns `fd`."""
 
     __slots__ = ("_map", "_path", "_size", "fd", "table", "used")
 
@@ -75,19 +65,14 @@ class OpenFile:
         self.fd = fd
         self._path, self._size = path, size
         self._map: mmap.mmap | None = None
-        self.table: OpenFile | None = None
-        self.used = True
+        self.table: OpenFile | None = None  # the record table of a shard's file, where it is not kept in memory
+        self.used = True  # since somebody last looked
 
     def __del__(self, close: Any = os.close) -> None:
         close(self.fd)
 
     def check(self) -> None:
-        """See whether the file is as long as it was.
-
-        Raises:
-            DamagedFileError: It was cut off.
-            OSError: It cannot be read.
-        """
+        """Raise DamagedFileError where the file was cut off."""
         try:
             size = os.lseek(self.fd, 0, os.SEEK_END)
         except OSError as err:
@@ -96,12 +81,7 @@ class OpenFile:
             raise _cut_off(self._path, size)
 
     def mapped(self) -> mmap.mmap:
-        """The file in memory, to be copied from at once: what lies behind an end that has moved would be a SIGBUS.
-
-        Raises:
-            DamagedFileError: It was cut off.
-            OSError: It cannot be read.
-        """
+        """The file in memory, to be copied from at once: behind an end that has moved lies a SIGBUS."""
         self.check()
         if self._map is None:
             self._map = _with_room(self._make_map, self._path)
@@ -115,18 +95,10 @@ class OpenFile:
 
 
 class ShardReader:
-    """A finished shard, opened for reading. Safe between threads and after fork.
+    """A finished shard, opened for reading. Safe between threads and after fork; `open_shard` shares one a process.
 
-    Its files are closed while others are used, and opened again when a sample is read. Use `open_shard`, which shares
-    one reader a process.
-
-    Args:
-        path: Of its LMDB file.
-        shard: What the manifest tells of it.
-
-    Raises:
-        DamagedFileError: A file is missing, or is not the one that the manifest tells of.
-        OSError: It may not be read.
+    Its files are closed while others are used, and opened again when a sample is read. DamagedFileError where one is
+    missing or is not the one of the manifest.
     """
 
     def __init__(self, path: Path, shard: Shard) -> None:
@@ -143,12 +115,7 @@ class ShardReader:
         self.file()
 
     def file(self) -> OpenFile:
-        """Its file, which stays open at least as long as this is held.
-
-        Raises:
-            DamagedFileError: A file is missing, or is not the one that the manifest tells of.
-            OSError: It may not be read.
-        """
+        """Its file, open at least as long as this is held; DamagedFileError where it is missing or another one."""
         file = self._file
         if file is not None:
             file.used = True
@@ -165,11 +132,7 @@ class ShardReader:
             return self._file or self.file()
 
     def close(self) -> bool:
-        """Close its files when nobody reads from them any more, if they have not been used since the last time.
-
-        Returns:
-            Whether they are closed.
-        """
+        """Close its files when nobody reads from them, if unused since the last call; whether they are closed."""
         file = self._file
         if file is not None and file.used:
             file.used = False
@@ -190,12 +153,7 @@ class ShardReader:
             self._table_digest = bytes(data[-8:])
 
     def table(self) -> tuple[_Numbers, _Numbers]:
-        """Where all values begin, uint64, and their lengths in bytes, uint32; both ``[num_samples]``.
-
-        Raises:
-            DamagedFileError: The record table is not what was written.
-            OSError: It cannot be read.
-        """
+        """Begins (uint64) and lengths in bytes (uint32) of all values, ``[num_samples]``; DamagedFileError."""
         table, n = self.file().table, self.num_samples
         if table is None:
             assert self._table is not None
@@ -205,12 +163,7 @@ class ShardReader:
         return offsets, np.frombuffer(data, "<u4", n, TABLE_HEAD.size + 8 * n)
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where a sample's value begins and ends in the file.
-
-        Raises:
-            DamagedError: The record table is not what was written.
-            OSError: It cannot be read.
-        """
+        """Where a sample's value begins and ends in the file; DamagedError where the table is damaged."""
         if self._table is not None:
             start = self._table[0][index]
             stop = start + self._table[1][index]
@@ -225,12 +178,7 @@ class ShardReader:
         return start, stop
 
     def value(self, index: int) -> bytes:
-        """The stored value of a sample.
-
-        Raises:
-            DamagedError: The record table or the file is not what was written.
-            OSError: It cannot be read.
-        """
+        """The stored value of a sample; DamagedError where the table or the file is not what was written."""
         start, stop = self.place(index)
         file = self._file or self.file()
         file.used = True
@@ -241,17 +189,7 @@ class ShardReader:
         return data if len(data) == stop - start else read_exactly(file.fd, stop - start, start, self.path)
 
     def read(self, index: int, image: codec.ImageDecoder | None, *, verify: bool = False) -> Any:
-        """A sample; see `codec.read`.
-
-        Args:
-            index: Which.
-            image: What makes an image of an image file.
-            verify: Compare it with its checksum.
-
-        Raises:
-            DamagedError: Something is not as it was written.
-            OSError: It cannot be read.
-        """
+        """A sample, see `codec.read`; with `verify` compared with its checksum. Raises DamagedError."""
         table = self._table
         if table is None:
             start, stop = self.place(index)
@@ -270,12 +208,7 @@ class ShardReader:
         return codec.read(file.mapped(), start, stop, self._first + index, image)
 
     def reader(self, image: codec.ImageDecoder | None, *, verify: bool = False) -> Callable[[int], Any]:
-        """What reads the samples of a batch as `read` does; for small ones it is looked at the file once, here.
-
-        Raises:
-            DamagedError: The file is not as it was written.
-            OSError: It cannot be read.
-        """
+        """What reads the samples of a batch as `read` does; for small ones the file is checked once, here."""
         if self._table is None or verify or (image is not None and self._has_images):
             return partial(self.read, image=image, verify=verify)
         (offsets, lengths), size, first = self._table, self._size, self._first
@@ -292,21 +225,11 @@ class ShardReader:
         return read
 
     def part(self, index: int, key: int | str) -> Any:
-        """One part of a sample; see `codec.part`.
-
-        Raises:
-            DamagedError: Something is not as it was written.
-            OSError: It cannot be read.
-        """
+        """One part of a sample; see `codec.part`."""
         return codec.part(self.file().mapped(), self.place(index)[0], self._first + index, key)
 
     def numbers(self, key: int | str) -> _Numbers | None:
-        """A part of all samples that is a number in each, at the same place from its end; None where it is not so.
-
-        Raises:
-            DamagedError: Something is not as it was written.
-            OSError: It cannot be read.
-        """
+        """A part of all samples that is a number at the same place from the end of each; None where it is not so."""
         found = None if self.shard.structure is None else codec.number_from_end(self.shard.structure, key)
         if found is None:
             return None
@@ -336,12 +259,7 @@ class ShardReader:
         return values
 
     def check(self, index: int) -> bytes:
-        """Compare a sample with its checksum, and return that.
-
-        Raises:
-            DamagedError: They differ.
-            OSError: It cannot be read.
-        """
+        """Compare a sample with its checksum, and return that; DamagedError where they differ."""
         return check(self.value(index), self._first + index)
 
     def will_need(self, index: int) -> None:
@@ -353,18 +271,7 @@ class ShardReader:
 
 
 def read_exactly(fd: int, length: int, start: int, path: Path) -> bytes:
-    """Bytes of a file; a read that gives fewer is continued.
-
-    Args:
-        fd: The file.
-        length: How many bytes.
-        start: Where they begin.
-        path: Of the file, for messages.
-
-    Raises:
-        DamagedFileError: The file ends before, or the file server has it no more.
-        OSError: It cannot be read.
-    """
+    """Bytes of a file, short reads continued; DamagedFileError where it ends before, or the server has it no more."""
     pieces, at, stop = [], start, start + length
     while at < stop:
         try:
@@ -388,11 +295,7 @@ def _cut_off(path: Path, size: int) -> DamagedFileError:
 
 
 def check_file(path: Path, fd: int, shard: Shard) -> None:
-    """See whether a shard's LMDB file has the size that the manifest tells of.
-
-    Raises:
-        DamagedFileError: It has not.
-    """
+    """Raise DamagedFileError where a shard's LMDB file has not the size of the manifest."""
     size = os.fstat(fd).st_size
     if size != shard.file_bytes:
         raise DamagedFileError(
@@ -402,11 +305,7 @@ def check_file(path: Path, fd: int, shard: Shard) -> None:
 
 
 def check_table(path: Path, fd: int, shard: Shard) -> None:
-    """See whether a shard's record table is the one that the manifest tells of, by its size and its head.
-
-    Raises:
-        DamagedFileError: It is not.
-    """
+    """Raise DamagedFileError where a record table's size or head is not that of the manifest."""
     size = os.fstat(fd).st_size
     if size != table_bytes(shard.num_samples):
         raise DamagedFileError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {COPY_AGAIN}")
@@ -417,12 +316,7 @@ def check_table(path: Path, fd: int, shard: Shard) -> None:
 
 
 def open_file(path: Path) -> int:
-    """A file descriptor to read one of a shard's files; where there are too many, others are closed.
-
-    Raises:
-        DamagedFileError: There is no such file.
-        OSError: It may not be read, or there are too many open files.
-    """
+    """A file descriptor of a shard's file (DamagedFileError: none); where too many are open, others are closed."""
     try:
         return _with_room(lambda: os.open(path, os.O_RDONLY | os.O_CLOEXEC), path)
     except FileNotFoundError:
@@ -471,12 +365,7 @@ def _close_down_to(most: int) -> None:
 
 
 def open_shard(directory: Path, shard: Shard) -> ShardReader:
-    """The reader of a shard: the one that this process has already, if it has one.
-
-    Raises:
-        DamagedFileError: A file is missing, or is not the one that the manifest tells of.
-        OSError: It may not be read, or there are too many open files.
-    """
+    """The reader of a shard, one a process; DamagedFileError where a file is missing or not the one of the manifest."""
     path = directory / f"{shard.name}.mdb"
     try:
         stat = os.stat(path)

@@ -29,18 +29,10 @@ _PAGE: Final = mmap.PAGESIZE
 
 
 class ShardWriter:
-    """Writes one shard into a directory, in place of any of the same number. Finished when `finish` has returned.
+    """Writes one shard into a directory, over any of the same number. Finished when `finish` has returned.
 
-    Args:
-        directory: Where; it must exist.
-        number: The shard's number.
-        durable: Every commit reaches the disk before it returns (a crash of the machine loses nothing committed);
-            else only `finish` does.
-        resume: Go on in a file that an earlier writer left, after its last commit.
-        map_size_step: Bytes by which the memory map grows.
-
-    Attributes:
-        committed: Samples that a crash of this process cannot take back.
+    With `durable` every commit reaches the disk before it returns; else only `finish` does. With `resume` it goes on
+    after the last commit of an earlier writer. The memory map grows by `map_size_step` bytes.
     """
 
     def __init__(
@@ -75,7 +67,7 @@ class ShardWriter:
             )
         except lmdb.Error as err:
             raise _disk_error(err, self._path) from err
-        self.committed: int = self._env.stat()["entries"]
+        self.committed: int = self._env.stat()["entries"]  # samples that a crash of this process cannot take back
         self._pending: list[tuple[bytes, bytes]] = []
         self._pending_bytes = 0
         self.num_bytes = 0
@@ -98,12 +90,7 @@ class ShardWriter:
         return self.committed + len(self._pending)
 
     def add(self, sample: codec.Encoded) -> None:
-        """Append a sample.
-
-        Raises:
-            StorageError: It is larger than LMDB can store.
-            OSError: The disk is full.
-        """
+        """Append a sample; StorageError where it is larger than LMDB can store, OSError where the disk is full."""
         index = self.num_samples
         value = sample.value(self.number, index)
         if len(value) > MAX_VALUE_BYTES:
@@ -138,12 +125,7 @@ class ShardWriter:
             self._pending_bytes = 0
 
     def finish(self) -> Shard:
-        """Commit, write the record table, read everything back, and make it durable.
-
-        Raises:
-            DamagedError: What the disk gives back is not what was written.
-            OSError: The disk is full.
-        """
+        """Commit, write the record table, read everything back (DamagedError where it differs), and make it durable."""
         self.commit()
         try:
             self._env.sync(True)

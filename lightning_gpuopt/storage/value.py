@@ -29,23 +29,14 @@ Bytes = bytes | mmap.mmap | memoryview
 
 
 class Head(NamedTuple):
-    """What a value begins with; places count in bytes from where its source begins.
+    """What a value begins with; places count in bytes from where its source begins."""
 
-    Attributes:
-        num_buffers: Buffers that follow the structure.
-        checksum: XXH3-64 of everything from `content` on.
-        number: The sample's number.
-        content: Where the part begins that the checksum covers: the number, the structure, the buffers.
-        structure: Where the structure begins.
-        buffers: Where the structure ends, and the head of the first buffer begins.
-    """
-
-    num_buffers: int
-    checksum: int
-    number: int
-    content: int
+    num_buffers: int  # that follow the structure
+    checksum: int  # XXH3-64 of everything from `content` on
+    number: int  # the sample's
+    content: int  # where the checksum's part begins: the number, the structure, the buffers
     structure: int
-    buffers: int
+    buffers: int  # where the structure ends, and the first buffer's head begins
 
 
 def sample_number(shard: Any, index: Any) -> Any:
@@ -54,16 +45,7 @@ def sample_number(shard: Any, index: Any) -> Any:
 
 
 def pack(structure: bytes, buffers: list[bytes], number: int) -> bytes:
-    """The stored value of a sample.
-
-    Args:
-        structure: How the buffers make up the sample.
-        buffers: Its leaves' bytes.
-        number: The sample's number.
-
-    Raises:
-        TypeError: A buffer is longer than LMDB can store.
-    """
+    """The stored value of a sample; TypeError where a buffer is longer than LMDB can store."""
     body = [number.to_bytes(8, "big"), _bytes_head(len(structure)), structure]
     for buffer in buffers:
         body += (_bytes_head(len(buffer)), buffer)
@@ -86,11 +68,7 @@ def _bytes_head(length: int) -> bytes:
 
 
 def parse(source: Bytes, start: int = 0) -> Head:
-    """The head of the value that begins at `start`.
-
-    Raises:
-        DamagedError: There is none.
-    """
+    """The head of the value that begins at `start`; DamagedError where there is none."""
     return Head._make(head_fields(source, start))
 
 
@@ -119,12 +97,7 @@ def head_fields(source: Bytes, start: int) -> tuple[int, int, int, int, int, int
 
 
 def bytes_at(source: Bytes, at: int) -> tuple[int, int]:
-    """Length and begin of the msgpack bytes whose head is at `at`.
-
-    Raises:
-        DamagedError: There is no such head.
-        IndexError: The source ends before.
-    """
+    """Length and begin of the msgpack bytes whose head is at `at`; DamagedError: no head, IndexError: source ends."""
     kind = source[at]
     if kind == 0xC4:
         return source[at + 1], at + 2
@@ -136,11 +109,7 @@ def bytes_at(source: Bytes, at: int) -> tuple[int, int]:
 
 
 def buffers(source: Bytes, head: Head) -> Iterator[tuple[int, int]]:
-    """Where each buffer of a value begins and ends.
-
-    Raises:
-        DamagedError: The value is cut off.
-    """
+    """Where each buffer of a value begins and ends; DamagedError where the value is cut off."""
     at = head.buffers
     try:
         for _ in range(head.num_buffers):
@@ -152,18 +121,7 @@ def buffers(source: Bytes, head: Head) -> Iterator[tuple[int, int]]:
 
 
 def check(value: bytes | memoryview, number: int) -> bytes:
-    """Compare a value with its own checksum: XXH3-64 of the sample's number and content, 8 bytes, big endian.
-
-    Args:
-        value: The stored value.
-        number: The sample's number.
-
-    Returns:
-        The checksum.
-
-    Raises:
-        DamagedError: It differs, or the value is another sample's.
-    """
+    """A value's checksum (XXH3-64 of number and content, 8 bytes, big endian); DamagedError where its own differs."""
     head = parse(value)
     if head.number != number:
         raise DamagedError("another sample lies in its place")

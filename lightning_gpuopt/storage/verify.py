@@ -32,17 +32,11 @@ Problem = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found.
+    """What `verify` found."""
 
-    Attributes:
-        num_samples: Samples that were compared with their checksums.
-        num_problems: Problems in all.
-        problems: The first hundred: the sample's index, or None where it is no single sample's, and what it is.
-    """
-
-    num_samples: int
+    num_samples: int  # that were compared with their checksums
     num_problems: int
-    problems: tuple[Problem, ...]
+    problems: tuple[Problem, ...]  # the first hundred, by index; None: of no single sample
 
     @property
     def ok(self) -> bool:
@@ -71,17 +65,9 @@ def verify(
 ) -> VerifyReport:
     """Compare every byte of a dataset with the checksums that were taken when it was written.
 
-    Files are read, neither mapped nor walked: a damaged one, or a disk that fails, gives a problem in the report.
-
-    Args:
-        path: The dataset's directory.
-        decode: Decode every image, too. (Images are stored as they came; some may have been broken then.)
-        num_proc: Processes that work on it.
-        progress: Called with the number of samples done since its last call.
-
-    Raises:
-        FileNotFoundError: There is nothing at `path`.
-        StorageError: It is no dataset of ours, or of a newer version.
+    Files are read, neither mapped nor walked: a damaged one, or a disk that fails, gives a problem in the report. With
+    `decode` images are decoded too: some may have been broken when stored. `progress` gets the samples done since its
+    last call. FileNotFoundError, StorageError (no dataset of ours, or of a newer version).
     """
     num_proc = whole_number("num_proc", num_proc, "a number of processes", least=1)
     directory = Path(os.path.abspath(path))
@@ -142,15 +128,7 @@ def _skipped(directory: Path, manifest: Manifest) -> Iterator[Problem]:
 
 
 def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
-    """What can be seen without reading the samples: files that are missing, or not as long as they were.
-
-    Args:
-        directory: The dataset.
-        manifest: Its manifest.
-
-    Returns:
-        A line for each such file.
-    """
+    """A line for each file that is missing or not as long as it was: what can be seen without reading samples."""
     found = []
     for shard in manifest.shards:
         try:
@@ -165,12 +143,7 @@ def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 class _ShardFiles:
-    """A shard's two files, opened and not mapped: a page that the disk fails to give would end the process.
-
-    Raises:
-        DamagedError: One is missing, or not the one that the manifest tells of.
-        OSError: One cannot be read.
-    """
+    """A shard's two files, opened and not mapped: a page that the disk fails to give would end the process."""
 
     def __init__(self, directory: Path, shard: Shard) -> None:
         self.path = directory / f"{shard.name}.mdb"

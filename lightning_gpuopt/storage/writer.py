@@ -288,11 +288,7 @@ class LMDBWriter:
 
 
 def _finished(path: Path, plan: Plan) -> Manifest | None:
-    """The finished dataset at a path, if there is one.
-
-    Raises:
-        FileExistsError: It was begun with other arguments, or not by this writer.
-    """
+    """The finished dataset at a path, or None; FileExistsError where it was begun otherwise than by this writer."""
     manifest = finished_dataset(path)
     if manifest is None or manifest.source == plan:
         return manifest

@@ -14,17 +14,10 @@ __all__ = ["Source", "open_source"]
 
 
 def open_source(source: Any, *, allow_pickle: bool = False, indexing: Indexing | None = None) -> Source:
-    """Recognise what kind of source it is, and look through it without reading the samples.
+    """Recognise a source (a path, a pattern, a list of paths, a Dataset), and look through it without reading samples.
 
-    Args:
-        source: A path, a pattern or a list of paths, or a map-style Dataset.
-        allow_pickle: Pickled values of an LMDB may be unpickled, which runs whatever code its author wished.
-        indexing: How tars are looked through; None: here, with their indexes in memory.
-
-    Raises:
-        FileNotFoundError: There is nothing at the path.
-        ValueError: Nothing is in it, or it is of no kind that is known.
-        StorageError: It cannot be read.
+    `allow_pickle` runs whatever code an LMDB's author wished. Without `indexing` tars are looked through here, with
+    their indexes in memory. Raises FileNotFoundError, ValueError (empty, or of no known kind) and StorageError.
     """
     if isinstance(source, (str, os.PathLike)):
         return _from_path(os.fspath(source), allow_pickle, indexing)

@@ -125,11 +125,7 @@ class NumpySource(RowSource):
 
 
 def same_length(path: str, shapes: dict[str, tuple[int, ...]]) -> int:
-    """The first length that all arrays of a file share.
-
-    Raises:
-        ValueError: They do not, or it is zero.
-    """
+    """The first length that all arrays of a file share; ValueError where they do not, or it is zero."""
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         found = ", ".join(f"{name} {'a single value' if n is None else n}" for name, n in lengths.items())

@@ -25,25 +25,15 @@ PART_BYTES: Final = 8 << 20  # how much of a source is held in memory at a time,
 
 
 class Source(ABC):
-    """Samples in a fixed order, read by index: in one process, or in several at a time after a fork or a pickle.
+    """Samples in a fixed order, read by index: in one process, or in several at a time after a fork or a pickle."""
 
-    Attributes:
-        kind: What it is, in a word or two.
-        path: Where it lies, for messages; a Dataset's type where it has no path.
-        classes: Names of the classes, index by label; None where there are none.
-        num_bytes: About how many bytes its samples take; None where nobody knows. The same in each run.
-        isolated: It is read by a library that a damaged file may kill: only ever read it in a child process.
-        single_reads: A sample is read fast without those before it, in any process.
-        kinds: What parts of its samples are, by their names, where the rule of ``sources/kinds.py`` is wrong.
-    """
-
-    kind: str
-    path: str
-    classes: tuple[str, ...] | None = None
-    num_bytes: int | None = None
-    isolated: bool = False
-    kinds: Mapping[str, Kind] = NO_KINDS
-    single_reads: bool = False
+    kind: str  # in a word or two
+    path: str  # for messages; a Dataset's type where it has no path
+    classes: tuple[str, ...] | None = None  # index by label; None where there are none
+    num_bytes: int | None = None  # about, the same in each run; None where nobody knows
+    isolated: bool = False  # its library may die of a damaged file: only ever read it in a child process
+    kinds: Mapping[str, Kind] = NO_KINDS  # of parts by name, where the rule of ``sources/kinds.py`` is wrong
+    single_reads: bool = False  # a sample is read fast without those before it, in any process
 
     @abstractmethod
     def __len__(self) -> int:
@@ -51,11 +41,7 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, index: int) -> Any:
-        """The sample of that index; images are `EncodedImage`.
-
-        Raises:
-            BadImage: There should be an image, and there is none.
-        """
+        """The sample of that index; images are `EncodedImage`. BadImage is raised where one should be and is not."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -119,17 +105,10 @@ _NOT_OF_DAMAGE: Final = (NotImplementedError, LookupError, TypeError, AttributeE
 
 @contextlib.contextmanager
 def reading(path: str, what: str, not_of_damage: tuple[type[Exception], ...] = _NOT_OF_DAMAGE) -> Iterator[None]:
-    """Have an error in this context say of which file it is.
+    """Have an error in this context name its file: DamagedError, StorageError (unsupported) or OSError (the storage).
 
-    Args:
-        path: The file.
-        what: What is said of it where a library cannot read it, such as "row 3 cannot be read".
-        not_of_damage: What the library does not raise for damaged files.
-
-    Raises:
-        DamagedError: It could not be read.
-        StorageError: It holds what a library, or this package, does not read.
-        OSError: The storage fails, or one may not read it.
+    `what` is said where a library cannot read it, such as "row 3 cannot be read"; the library raises `not_of_damage`
+    for other reasons than damage.
     """
     try:
         yield
@@ -149,11 +128,7 @@ def reading(path: str, what: str, not_of_damage: tuple[type[Exception], ...] = _
 
 
 def read_image(path: str) -> EncodedImage:
-    """An image file, as it is.
-
-    Raises:
-        OSError: It cannot be read; the text says how to go on.
-    """
+    """An image file, as it is; the text of an OSError says how to go on."""
     try:
         return EncodedImage(read_file(path))
     except OSError as error:

@@ -25,12 +25,7 @@ _SIZES: Final = 512  # files looked at to know about how large they all are
 
 
 def from_dataset(dataset: Any) -> Source:
-    """The source for a map-style Dataset: its image files or stored samples where it gives these unchanged.
-
-    Raises:
-        TypeError: It has no length.
-        ValueError: There is nothing in it.
-    """
+    """The source for a Dataset: its files or stored samples where it gives these unchanged; TypeError: no length."""
     if type(dataset) is Subset:
         source = from_dataset(dataset.dataset)
         if not isinstance(source, DatasetSource) and len(dataset):
@@ -149,10 +144,7 @@ class FilesSource(Source):
 
 
 def _gives_files(dataset: Any) -> bool:
-    """Whether a dataset looks like torchvision's ImageFolder, and its samples are the images in its files.
-
-    The first, the middle and the last sample are compared; of those that cannot be read nothing can be told.
-    """
+    """Whether a dataset's first, middle and last sample are the images in its files, like torchvision's ImageFolder."""
     samples = getattr(dataset, "samples", None)
     changed = any(getattr(dataset, name, None) is not None for name in ("transform", "target_transform", "transforms"))
     if changed or not isinstance(samples, list) or not samples or not hasattr(dataset, "__len__"):

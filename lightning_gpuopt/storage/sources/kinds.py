@@ -23,15 +23,11 @@ _JPEG: Final = b"\xff\xd8\xff"
 
 
 def with_kinds(sample: Any, several: bool | None = None, kinds: Mapping[str, Kind] = NO_KINDS) -> Any:
-    """A sample whose image files have a mode where their values count.
+    """A sample whose image files have a mode where their values count; `kinds` overrules by name.
 
     These are a part that is named mask, seg, label or depth (a word of its key, as in ``mask.png``), whatever its mode;
-    and in samples of several images those of mode P, 1, I, I;16 or F. All others are photographs.
-
-    Args:
-        sample: Of a source, with `EncodedImage` in it.
-        several: Whether samples have several images; None: as this one has.
-        kinds: What parts are, by their names, where this rule is wrong.
+    and in samples of several images (`several`; None: as this one) those of mode P, 1, I, I;16 and F. All others are
+    photographs.
     """
     return _with_kinds(sample, "", _count(sample) > 1 if several is None else several, kinds)
 

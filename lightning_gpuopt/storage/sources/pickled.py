@@ -29,11 +29,8 @@ _PICKLE: Final = b"\x80"  # what every pickle since protocol 2 begins with
 class ForeignSource(Source):
     """Values in the order of ``__keys__``, or of their keys: by number where they are numbers, else by their bytes.
 
-    Without `allow_pickle` nothing is unpickled: values are taken as they are, and what the keys between double
-    underscores say is used only where it is not pickled.
-
-    LMDB walks its trees without looking where it treads, and a damaged file can kill the process. So the build reads
-    it in child processes only.
+    Without `allow_pickle` nothing is unpickled: values are taken as they are. LMDB walks its trees unchecked, and a
+    damaged file can kill the process: the build reads it in child processes only.
     """
 
     isolated = True

@@ -23,25 +23,15 @@ from lightning_gpuopt.storage.codec import EncodedImage
 
 @dataclass(frozen=True)
 class ImageOptions:
-    """What is done to images before they are stored.
+    """What is done to images before they are stored."""
 
-    Attributes:
-        size: Pixels that the shorter side of larger images is brought down to; None: they stay as they are.
-        quality: JPEG quality (1 to 95) of photographs that are made smaller.
-        decode: Decode every image in full to see whether it is whole.
-    """
-
-    size: int | None = None
-    quality: int = 90
-    decode: bool = False
+    size: int | None = None  # pixels of the shorter side that larger images are brought down to; None: as they are
+    quality: int = 90  # JPEG, 1-95, of photographs that are made smaller
+    decode: bool = False  # decode every image in full to see whether it is whole
 
 
 def prepare(sample: Any, options: ImageOptions) -> Any:
-    """A sample with its images checked, and made smaller where they should be.
-
-    Raises:
-        BadImage: One cannot be decoded.
-    """
+    """A sample with its images checked, and made smaller where they should be; BadImage where one cannot be decoded."""
     kind = type(sample)
     if kind is EncodedImage:
         return _prepare_image(sample, options)

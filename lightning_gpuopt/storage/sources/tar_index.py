@@ -47,17 +47,12 @@ def _run_here(task: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 @dataclass(frozen=True)
 class Indexing:
-    """How tars are looked through.
+    """How tars are looked through."""
 
-    Attributes:
-        directory: Where their indexes are kept, for other processes and a later run; None: in memory.
-        run: Calls a function with each of several tars, here or in other processes.
-        part: (i, n): begin with the i-th of n shares of the tars; others, at work at once, begin with theirs.
-    """
-
-    directory: Path | None = None
+    directory: Path | None = None  # of the indexes, for other processes and a later run; None: in memory
+    # calls a function with each tar, here or in other processes
     run: Callable[[Callable[[Item], None], Sequence[Item]], None] = _run_here
-    part: tuple[int, int] = (0, 1)
+    part: tuple[int, int] = (0, 1)  # (i, n): begin with the i-th of n shares; others begin with theirs
 
     def in_turn(self, items: list[Item]) -> list[Item]:
         """The tars in the order in which this part takes them: its share, then towards it those of others."""
@@ -67,19 +62,10 @@ class Indexing:
 
 
 class TarIndex:
-    """The samples of a tar, and their members.
-
-    Attributes:
-        extensions: Of its members, lower case.
-        num_bytes: Of its members, without headers.
-        names: The keys of its samples, one after the other.
-        ends: Where each key ends.
-        starts: Each sample's first member, and the number of members.
-        extension_numbers, offsets, sizes: Of each member; for offsets see `SPARSE`.
-    """
+    """The samples of a tar, and their members."""
 
     def __init__(self, data: bytes | memoryview) -> None:
-        samples, members, name_bytes, extension_bytes, self.num_bytes = _HEAD.unpack_from(data)
+        samples, members, name_bytes, extension_bytes, self.num_bytes = _HEAD.unpack_from(data)  # bytes without headers
         at = _HEAD.size
 
         def column(dtype: str, count: int) -> np.ndarray[Any, np.dtype[Any]]:
@@ -88,10 +74,11 @@ class TarIndex:
             at += values.nbytes
             return values
 
-        self.offsets, self.sizes = column("<u8", members), column("<u8", members)
+        self.offsets, self.sizes = column("<u8", members), column("<u8", members)  # see `SPARSE`
+        # where each key ends in `names`; each sample's first member, then the number of members
         self.ends, self.starts = column("<u4", samples), column("<u4", samples + 1)
         self.extension_numbers = column("<u2", members)
-        self.names = column("u1", name_bytes)
+        self.names = column("u1", name_bytes)  # the keys, one after the other
         self.extensions: list[str] = json.loads(column("u1", extension_bytes).tobytes())
 
     def __len__(self) -> int:
@@ -110,12 +97,7 @@ class TarIndex:
 
 
 def index_tar(path: str) -> bytes:
-    """Look through a tar, and give the bytes of its index.
-
-    Raises:
-        DamagedError: It is not whole.
-        ValueError: It is compressed, or no WebDataset.
-    """
+    """The bytes of a tar's index; DamagedError where it is not whole, ValueError where compressed or no WebDataset."""
     names, ends, starts, numbers = bytearray(), array("I"), array("I"), array("H")
     offsets, sizes = array("Q"), array("Q")
     extensions: dict[str, int] = {}
@@ -153,11 +135,7 @@ def index_tar(path: str) -> bytes:
 
 
 def number_of(extension: str, numbers: dict[str, int], path: str) -> int:
-    """The number of an extension; the next one if it is new.
-
-    Raises:
-        ValueError: There are too many.
-    """
+    """The number of an extension; the next one if it is new. ValueError where there are too many."""
     number = numbers.setdefault(extension, len(numbers))
     if number == _MAX_EXTENSIONS:
         raise ValueError(f"{path}: more than 65,536 different extensions; is it a WebDataset?")
@@ -165,11 +143,7 @@ def number_of(extension: str, numbers: dict[str, int], path: str) -> int:
 
 
 def open_kept(path: Path) -> memoryview:
-    """What `keep` has put into a file, which is mapped.
-
-    Raises:
-        DamagedError: It is not what was written.
-    """
+    """What `keep` has put into a file, which is mapped; DamagedError where it is not what was written."""
     with path.open("rb") as stream:
         view = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     if xxhash.xxh3_64_digest(view[:-8]) != view[-8:]:
@@ -190,11 +164,7 @@ def write_index(item: Item) -> None:
 
 
 def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar, in order.
-
-    Raises:
-        DamagedError: It is not whole.
-    """
+    """The regular files of a tar, in order; DamagedError where it is not whole."""
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             at = -1
@@ -231,11 +201,7 @@ def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
 
 
 def read_sparse(path: str, offset: int) -> bytes:
-    """A sparse file of a tar, whose header is at an offset, with its holes.
-
-    Raises:
-        DamagedError: It is not there.
-    """
+    """A sparse file of a tar, with its holes, by its header's offset; DamagedError where it is not there."""
     with open(path, "rb") as stream:
         stream.seek(offset)
         try:

@@ -217,11 +217,7 @@ def _plan(job: Job, per_shard: int) -> Plan:
 
 
 def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
-    """The dataset at `path`, if it is what the plan would build, and no unfinished build is to replace it.
-
-    Raises:
-        FileExistsError: It was built from something else, and may not be replaced.
-    """
+    """The dataset at `path`, if the plan would build the same; FileExistsError where another may not be replaced."""
     if overwrite:
         return None  # what the source holds may have changed under the same names
     if (manifest := finished_dataset(path)) is None:
@@ -273,13 +269,7 @@ def _refuse_inside(source: Source, path: str | os.PathLike[str]) -> None:
 
 
 class _SkipLimit:
-    """Counts the samples that are left out, and ends a build that leaves out too many.
-
-    Args:
-        source: What is built from.
-        most: The largest share of its samples, 0-1.
-        go_on: How to go on later.
-    """
+    """Counts the samples left out, and ends a build that leaves out more than the share `most` (0-1) of the source."""
 
     def __init__(self, source: Source, most: float, go_on: str) -> None:
         self._source, self._most, self._go_on = source, most, go_on
@@ -287,11 +277,7 @@ class _SkipLimit:
         self._first: list[SkippedSample] = []
 
     def note(self, skipped: Iterable[SkippedSample]) -> None:
-        """Count samples that are left out.
-
-        Raises:
-            StorageError: There are too many by now.
-        """
+        """Count samples that are left out; StorageError once there are too many."""
         for each in skipped:
             self._count += 1
             self._first += [each] if len(self._first) < _SHOWN else []

@@ -69,22 +69,10 @@ def place_shards(
     per_shard: int,
     skipped: Mapping[int, Sequence[int]] = MappingProxyType({}),
 ) -> tuple[list[int], set[int]]:
-    """Where the shards begin, so that those that are finished stay as far as may be.
+    """Where the shards begin (the number of samples last), and which finished ones stay: as many as may be.
 
-    Args:
-        stored: The samples of each finished shard.
-        starts: Where the shards began before, then the number of samples.
-        now: The samples that there are.
-        per_shard: How many samples are in a shard that is added.
-        skipped: The places in these shards of samples that they leave out.
-
-    Returns:
-        Where the shards begin, then the number of samples; and the finished ones that stay. Those do not of which
-        samples are gone, and those that have samples among theirs, or before them, for which no other shard is left.
-
-    Raises:
-        ValueError: Of most finished shards, samples that are stored are not there any more; or they are in another
-            order, or there twice.
+    A finished shard does not stay where samples of it are gone, or where samples that no other shard could take lie
+    before or among its own. ValueError where of most finished shards stored samples are gone, reordered or there twice.
     """
     order = np.argsort(now, kind="stable")
     ranked = now[order]
@@ -145,18 +133,9 @@ def place_build(
     starts: list[int] | None,
     stored: Mapping[int, Hashes | None],
 ) -> tuple[list[int], set[int]]:
-    """As `place_shards`, of an unfinished build.
+    """As `place_shards`, of an unfinished build; a ValueError's text is empty where the plans' difference says why.
 
-    Args:
-        source: As it is now.
-        plan: What is built from it now.
-        directory: Where the shards are.
-        found: The plan that the build was begun with.
-        starts: Where its shards began; None: each has as many samples as the plan says.
-        stored: The samples of each finished shard, if it says.
-
-    Raises:
-        ValueError: It cannot go on; why is empty where the difference of the plans says it.
+    `found` and `starts` are those that it was begun with; None: each shard has as many samples as the plan says.
     """
     if any(found.get(name) != plan.get(name) for name in {**found, **plan} if name not in MAY_DIFFER):
         raise ValueError("")

@@ -29,25 +29,15 @@ Report = Callable[[int, int, "list[SkippedSample]"], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What is the same for all shards of a build.
-
-    Attributes:
-        source: Where the samples come from.
-        directory: Where the shards are written.
-        starts: Where the shards begin in the source, then the number of its samples.
-        strict: A broken image is an error.
-        images: What is done to images.
-        shuffle_seed: The samples are stored in the random order of that seed; None: in the source's.
-        seed: Seed of the random numbers that a Dataset draws; each shard has its own, derived from it.
-    """
+    """What is the same for all shards of a build."""
 
     source: Source
     directory: Path
-    starts: list[int]
-    strict: bool
+    starts: list[int]  # where the shards begin in the source, then the number of its samples
+    strict: bool  # a broken image is an error
     images: ImageOptions
-    shuffle_seed: int | None
-    seed: int
+    shuffle_seed: int | None  # None: in the source's order
+    seed: int  # of the random numbers that a Dataset draws; each shard's own is derived from it
 
     @property
     def num_shards(self) -> int:
@@ -73,32 +63,20 @@ class Job:
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample of the source that is not in the dataset.
+    """A sample of the source that is not in the dataset, and why."""
 
-    Attributes:
-        index: Its index in the source.
-        name: What the source calls it.
-        reason: Why it is not.
-    """
-
-    index: int
+    index: int  # in the source
     name: str
     reason: str
 
 
 @dataclass(frozen=True)
 class Filled:
-    """A shard whose samples are all in it, but which is not finished.
-
-    Attributes:
-        writer: To finish it with.
-        skipped: Samples that are not in it, by their places in the shard.
-        hashes: Of all samples of it, those that are skipped included; see `hashes_of`.
-    """
+    """A shard whose samples are all in it, but which is not finished."""
 
     writer: ShardWriter
-    skipped: list[tuple[int, SkippedSample]]
-    hashes: Hashes | None
+    skipped: list[tuple[int, SkippedSample]]  # by their places in the shard
+    hashes: Hashes | None  # of all its samples, the skipped ones too; see `hashes_of`
 
 
 def build_shard(job: Job, number: int, report: Report) -> None:
@@ -107,19 +85,10 @@ def build_shard(job: Job, number: int, report: Report) -> None:
 
 
 def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float] = time.perf_counter) -> Filled:
-    """Write the samples of a shard. The process's random numbers are seeded for it.
+    """Write the samples of a shard, with the process's random numbers seeded for it; report a few times a second.
 
-    Args:
-        job: What to build.
-        number: Which shard.
-        report: Called a few times a second.
-        clock: Seconds.
-
-    Raises:
-        ValueError: The source's samples have no such part as `kinds` names.
-        StorageError: An image is broken and `strict` is set.
-        TypeError: A sample is of a type that cannot be stored.
-        OSError: The disk is full.
+    ValueError where the samples have no such part as `kinds` names, StorageError for a broken image where `strict` is
+    set, TypeError for a sample that cannot be stored.
     """
     skipped: list[tuple[int, SkippedSample]] = []
     new: list[SkippedSample] = []
@@ -149,11 +118,7 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
 
 
 def check_kinds(source: Source) -> None:
-    """See whether the source's samples have the parts of which `kinds` says what they are.
-
-    Raises:
-        ValueError: They have not; lists those that they have.
-    """
+    """Raise ValueError, with the parts that there are, where the samples lack a part that `kinds` names."""
     if not source.kinds:
         return
     there = source.parts()
@@ -163,12 +128,7 @@ def check_kinds(source: Source) -> None:
 
 
 def finish_shard(job: Job, filled: Filled) -> None:
-    """Read a shard back, and make it durable.
-
-    Raises:
-        DamagedError: What the disk gives back is not what was written.
-        OSError: The disk is full.
-    """
+    """Read a shard back and make it durable; DamagedError where the disk gives back something else."""
     try:
         if filled.skipped:  # first: a shard that is finished is not built again
             rows = [[place, row.name, row.reason] for place, row in filled.skipped]

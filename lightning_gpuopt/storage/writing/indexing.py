@@ -25,10 +25,7 @@ def indexing(
     executor: Executor | None,
     progress: bool,
 ) -> Indexing:
-    """How the tars of a build are indexed; the arguments are those of `build_lmdb`.
-
-    The indexes lie where the dataset is built; in memory, where there is a dataset, so that nothing will be built.
-    """
+    """How a build's tars are indexed: beside the dataset, or in memory where there is one (nothing will be built)."""
     target = os.path.realpath(path)
 
     def run(task: Callable[[Item], None], items: Sequence[Item]) -> None:

@@ -21,16 +21,9 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Locks:
-    """What this process has locked in a directory: all of it, or one part of the work.
+    """What this process has locked in a directory: one part (i, n) of the work, or with None all of it.
 
-    Args:
-        directory: Where; it is made if it is not there.
-        path: The dataset, for messages.
-        part: (i, n) for one of n jobs at work together; None: nobody else may be at work.
-
-    Raises:
-        StorageError: Another process is at work there.
-        OSError: One may not write there.
+    The directory is made where it is missing. StorageError where another process is at work there.
     """
 
     def __init__(self, directory: Path, path: Path, part: tuple[int, int] | None) -> None:
@@ -56,10 +49,7 @@ class Locks:
 
     @contextlib.contextmanager
     def kept_from_children(self) -> Iterator[None]:
-        """In this context a process that is forked, by whomever, does not get the locks.
-
-        The processes of somebody else's pool may live on when this one is killed, and would hold them for ever.
-        """
+        """Forked processes do not get the locks: somebody else's pool may outlive us and hold them for ever."""
         _NOT_INHERITED.add(self)
         try:
             yield

@@ -26,12 +26,7 @@ _UNKNOWN_SIZE_SAMPLES: Final = 1 << 16
 
 
 def plan_shards(num_samples: int, num_bytes: int | None) -> int:
-    """How many samples of the source make up a shard; the source alone decides, so it is the same in every run.
-
-    Args:
-        num_samples: Samples of the source.
-        num_bytes: About how many bytes they are; None where that is not known.
-    """
+    """Samples per shard, by the source alone, so the same in every run; `num_bytes` is about right, None: unknown."""
     to_share = min(_SHARDS_TO_SHARE, math.ceil(num_samples / _SHARE_SAMPLES))
     for_size = math.ceil(num_samples / _UNKNOWN_SIZE_SAMPLES if num_bytes is None else num_bytes / SHARD_BYTES)
     most = max(_MAX_SHARDS, math.ceil((num_bytes or 0) / _MAX_SHARD_BYTES))
@@ -47,15 +42,10 @@ def as_json(plan: Plan) -> Plan:
 
 @dataclass(frozen=True)
 class Notes:
-    """What is noted beside a plan, and may be another in each run.
+    """What is noted beside a plan, and may differ between runs."""
 
-    Attributes:
-        begun_by: Who began the build, in words.
-        shard_starts: Where the shards begin in the source, then the number of its samples; None: as the plan says.
-    """
-
-    begun_by: str = ""
-    shard_starts: list[int] | None = None
+    begun_by: str = ""  # in words
+    shard_starts: list[int] | None = None  # in the source, then the number of its samples; None: as the plan says
 
 
 def read_plan(directory: Path) -> Plan | None:
@@ -81,14 +71,7 @@ def _read(directory: Path) -> Plan | None:
 
 
 def write_plan(directory: Path, plan: Plan, notes: Notes, *, shared: bool) -> None:
-    """Write the plan; where several parts begin at once, the plan of the first stays.
-
-    Args:
-        directory: The unfinished build.
-        plan: Plain JSON.
-        notes: To be written beside it.
-        shared: Other parts may write it at the same time.
-    """
+    """Write the plan; with `shared` several parts may write at the same time, and the first one's plan stays."""
     write = durable.write_first if shared else durable.write
     write(directory / PLAN, json.dumps({**plan, **asdict(notes)}).encode())
 

@@ -31,17 +31,10 @@ T = TypeVar("T")
 
 
 def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, report: Report) -> None:
-    """Build shards, each finished when it is done with; what fails first is raised, after all else has ended.
+    """Build shards, each finished when it is done with; the first failure is raised after all else has ended.
 
-    Args:
-        job: What to build.
-        numbers: Which shards.
-        num_proc: How many processes to use; with 1 it is this one, unless the source may kill the one that reads it.
-        path: The dataset, for messages.
-        report: Called as samples are stored, or left out; what it raises ends the build.
-
-    Raises:
-        StorageError: A process died, or none may be started here.
+    With one process it is this one, unless the source may kill the one that reads it. What `report` raises ends the
+    build. StorageError where a process died, or none may be started here.
     """
     if num_proc == 1 and not job.source.isolated:
         with randomness.unchanged():
@@ -58,11 +51,7 @@ def run_in_processes(
     name: Callable[[T], str],
     report: Report,
 ) -> None:
-    """Call a function with each of several things, in processes of our own; what fails first is raised.
-
-    Raises:
-        StorageError: A process died, or none may be started here.
-    """
+    """Call a function with each item, in processes of our own; the first failure is raised (StorageError: one died)."""
     if multiprocessing.current_process().daemon:
         raise StorageError(
             f"{path}: this process is a daemon, which may not start others; give num_proc=1, or build outside of it"

@@ -22,11 +22,7 @@ _OUR_FILE: Final = re.compile(
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """See whether a dataset may be published at a path.
-
-    Raises:
-        FileExistsError: There is something that must stay.
-    """
+    """Raise FileExistsError where a path holds something that must stay."""
     if not os.path.lexists(path):
         return
     if not path.is_dir():

@@ -11,11 +11,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed the global generators of Python, numpy and torch (on the CPU).
-
-    Args:
-        seed: 64 bits.
-    """
+    """Seed the global generators of Python, numpy and torch (on the CPU) with 64 bits."""
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
     torch.default_generator.manual_seed(seed)

@@ -52,25 +52,11 @@ _NO_ENTRY: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno
 class Staging:
     """An unfinished dataset: begun or resumed, and published or left for a resume.
 
-    Args:
-        path: Where the dataset is to be; directories above it are made.
-        overwrite: A dataset at `path` may be replaced, and without `resume` an unfinished build is thrown away.
-        resume: Go on with an unfinished build, if there is one.
-        plan: Plain JSON that every run at work on this dataset must have in common.
-        part: (i, n) for one of n jobs that build together; this one owns the shards whose number modulo n is i, and
-            cannot publish.
-        begun_by: Who begins a build here, for messages of later ones.
-        place: Given another plan that an unfinished build was begun with, where its shards began, and the samples of
-            those that are finished: where its shards begin under this plan, and which stay. What it raises of
-            `ValueError` says why they cannot. None: there is none but its own.
-
-    Attributes:
-        shard_starts: Where the shards begin in the source, then the number of its samples; None: as the plan says.
-
-    Raises:
-        FileExistsError: There is something at `path` that must stay, or an unfinished build beside it.
-        StorageError: Another process builds here, or the unfinished build has another plan.
-        OSError: One may not write there.
+    `plan` is plain JSON that all runs at work on the dataset share; a `part` (i, n) owns the shards whose number modulo
+    n is i, and cannot publish. `place` gets another plan that the build was begun with, where its shards began, and the
+    samples of the finished ones; it gives where shards begin now, and which stay, or raises ValueError with the reason
+    (None: only its own plan will do). FileExistsError where something must stay, StorageError where another process
+    builds here or the plan differs.
     """
 
     def __init__(
@@ -134,10 +120,7 @@ class Staging:
         return number in self._shard_numbers()
 
     def adopt(self, number: int) -> None:
-        """Take over a shard that a worker of an executor has finished in a directory of its own: the summary last.
-
-        A crash in the midst of it is made good by another call.
-        """
+        """Take over a shard that a worker finished in its own directory; a crash is made good by another call."""
         done, stem = finished_directory(self.directory, number), self.directory / shard_name(number)
         there = set(os.listdir(done)) if done.is_dir() else set()
         if f"{stem.name}.json" in there:
@@ -165,11 +148,7 @@ class Staging:
             yield
 
     def publish(self, manifest: Manifest) -> None:
-        """Make it the dataset at `path`: from one moment to the next, and so that it stays after a power cut.
-
-        Raises:
-            FileExistsError: Something has come to be at `path` that must stay.
-        """
+        """Rename it to `path`, durably; FileExistsError where something that must stay is there by now."""
         assert self._part is None, "a part does not publish"
         if (self.directory / SKIPPED).exists():
             with (self.directory / SKIPPED).open("rb") as stream:
@@ -229,15 +208,10 @@ class Staging:
                     f"{self.directory}: another part began with another plan ({difference(found, plan)}); start all "
                     "parts with the same arguments"
                 )
-        self.shard_starts = notes.shard_starts
+        self.shard_starts = notes.shard_starts  # in the source, then the number of its samples; None: as the plan says
 
     def _guard(self, found: Plan | None, notes: Notes, resume: bool) -> None:
-        """See to it that nothing that has been built is thrown away unasked, or in silence.
-
-        Raises:
-            FileExistsError: Neither `resume` nor `overwrite` was given.
-            StorageError: It cannot be said whether it may be gone on with.
-        """
+        """Raise FileExistsError or StorageError where an unfinished build would be lost, or cannot be gone on with."""
         there = self._what_is_there(notes)
         if not (self._overwrite or resume):
             raise FileExistsError(
@@ -255,11 +229,7 @@ class Staging:
             )
 
     def _go_on_with(self, found: Plan, notes: Notes) -> tuple[Notes, set[int]]:
-        """How to go on with an unfinished build of another plan, and which of its finished shards stay.
-
-        Raises:
-            StorageError: It cannot be.
-        """
+        """How to go on with a build of another plan, and which finished shards stay; StorageError where it cannot."""
         why = ""
         if self._part is None and self._place is not None:
             stored = {number: stored_hashes(self.directory, number) for number in self.finished()}
@@ -339,11 +309,7 @@ def finished_directory(directory: Path, number: int) -> Path:
 
 
 def finished_dataset(path: Path) -> Manifest | None:
-    """The dataset that is finished at a path; None where there is none, or nothing of use.
-
-    Raises:
-        FileExistsError: An unfinished build that is to replace it lies beside it.
-    """
+    """The finished dataset at a path, or None; FileExistsError where an unfinished build is to replace it."""
     try:
         manifest = Manifest.load(path)
     except (FileNotFoundError, StorageError):

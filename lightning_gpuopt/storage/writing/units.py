@@ -59,18 +59,8 @@ def build_units(
 ) -> None:
     """Build shards by an executor, which is neither waited for when it is idle nor shut down.
 
-    Args:
-        executor: Whose workers build.
-        job: What to build.
-        numbers: Which shards.
-        source: The source as it was given; a Dataset is sent with each unit, paths are not.
-        allow_pickle: As it was given.
-        staging: Where they are built.
-        report: Called with each shard that is finished; what it raises ends the build.
-
-    Raises:
-        StorageError: A unit was lost with its worker three times, or the executor takes no more, or its workers do not
-            see the directory or the source.
+    A Dataset is sent with each unit, paths are not. What `report` raises ends the build. StorageError where a unit was
+    lost with its worker three times, the executor takes no more, or its workers do not see the directory or the source.
     """
     paths = _paths(source)
     marker = staging.directory / f"{MARKER}{uuid.uuid4().hex}.json"
@@ -103,16 +93,10 @@ def send(
     done: Callable[[T, Any], None],
     stop: Callable[[], None],
 ) -> None:
-    """Have an executor do a task for each of several things; what fails first is raised.
+    """Have an executor do a task for each item; what fails first is raised, and at the end `stop` is called.
 
-    Args:
-        executor: Who does it.
-        task: Called with one of them, and which attempt it is; its errors are part of what it returns.
-        items: What it is done for.
-        path: The dataset, for messages.
-        name: What a unit is called.
-        done: Called with one of them and what the task gave for it.
-        stop: Called in the end; tasks that still run should notice.
+    `task` gets an item and the number of the attempt, and returns its errors. Tasks that still run should notice
+    `stop`.
     """
     waiting = deque((item, 1) for item in items)
     running: dict[Future[Outcome], tuple[T, int]] = {}
@@ -157,16 +141,10 @@ def send(
 
 
 def build_unit(marker: str, dataset: Any, number: int, attempt: int) -> Outcome:
-    """What a worker does: build a shard.
+    """Build a shard, in a worker; the build has ended where the file `marker` is gone.
 
-    Args:
-        marker: The file that says what to build; the build has ended where it is gone.
-        dataset: A Dataset to build from; None: the marker has paths.
-        number: Which shard.
-        attempt: Which attempt at it; an executor that takes equal calls for one call sees two.
-
-    Returns:
-        Samples, bytes, and the samples that are left out; or the error.
+    The marker has the paths where `dataset` is None. `attempt` tells two calls apart for executors that take equal
+    calls for one.
     """
     try:
         return True, _build(Path(marker), dataset, number)
