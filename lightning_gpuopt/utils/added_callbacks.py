@@ -20,13 +20,7 @@ class AddedCallbacks:
         self._parts: list[Callback] = []
 
     def add(self, trainer: Trainer, owner: Callback, parts: Sequence[Callback]) -> None:
-        """Bring callbacks into a Trainer.
-
-        Args:
-            trainer: the Trainer, in its callbacks' ``setup``.
-            owner: the callback whose ``setup`` it is.
-            parts: what it brings.
-        """
+        """Bring callbacks into a Trainer, from within the ``setup`` of their owner."""
         self._trainer, self._parts = trainer, list(parts)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         after = next(index for index, each in enumerate(callbacks) if each is owner) + 1

@@ -18,33 +18,12 @@ class ArgumentTypeError(TypeError, ValueError):
 
 
 def refuse(name: str, expected: str, value: object, *, wrong_type: bool = False) -> NoReturn:
-    """Raise for an argument, in the words that all of them share.
-
-    Args:
-        name: the argument.
-        expected: what would have done, in words.
-        value: what came.
-        wrong_type: no value of this type would have done.
-
-    Raises:
-        ValueError: always; with ``wrong_type`` one that is a ``TypeError`` as well.
-    """
+    """Raise a ValueError for an argument, in the words that all share; with ``wrong_type`` it is a TypeError too."""
     raise (ArgumentTypeError if wrong_type else ValueError)(f"{name}: expected {expected}, got {value!r}")
 
 
 def whole_number(name: str, value: object, what: str, *, least: int, or_none: bool = False) -> int:
-    """An integer, numpy's included, as Python's.
-
-    Args:
-        name: the argument.
-        value: what came.
-        what: what it stands for, such as ``"a number of batches"``.
-        least: the smallest that will do.
-        or_none: say that None would do too; :func:`or_none` lets it pass.
-
-    Raises:
-        ValueError: it is smaller, or no integer (then a ``TypeError`` as well).
-    """
+    """An integer, numpy's included, as Python's; else ValueError. ``or_none`` changes the text alone."""
     expected = f"{what}, at least {least}" + ", or None" * or_none
     if isinstance(value, bool) or not isinstance(value, Integral):
         refuse(name, expected, value, wrong_type=True)
@@ -63,19 +42,9 @@ def real_number(
     at_most: float | None = None,
     or_none: bool = False,
 ) -> float:
-    """A finite number, numpy's included, as Python's float.
+    """A finite number, numpy's included, as Python's float; else ValueError. ``or_none`` changes the text alone.
 
-    Args:
-        name: the argument.
-        value: what came.
-        what: what it stands for, with its unit, such as ``"seconds"``.
-        above: it must be larger than this.
-        least: the smallest that will do.
-        at_most: the largest that will do.
-        or_none: say that None would do too; :func:`or_none` lets it pass.
-
-    Raises:
-        ValueError: it is out of these bounds, infinite, NaN, or no number (then a ``TypeError`` as well).
+    It must be larger than ``above``. :func:`or_none` lets None pass. ``what`` names the unit.
     """
     expected = what
     expected += "" if above is None else f" above {above}"
@@ -109,50 +78,28 @@ def or_auto(check: Callable[..., _R], name: str, value: object, *what: str, **bo
 
 
 def choice(name: str, value: _T, choices: Sequence[_T]) -> _T:
-    """One of a few words.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """One of a few words; else ValueError."""
     if not isinstance(value, str) or value not in choices:
         refuse(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
 
 
 def flag(name: str, value: object) -> bool:
-    """True or False, numpy's included, and nothing that is merely true or false in an ``if``.
-
-    Raises:
-        ValueError: it is neither; a ``TypeError`` as well.
-    """
+    """True or False, numpy's included, and nothing that is merely true or false in an ``if``; else ValueError."""
     if not isinstance(value, (bool, np.bool_)):
         refuse(name, "True or False", value, wrong_type=True)
     return bool(value)
 
 
 def function(name: str, value: Callable[..., _R] | None) -> Callable[..., _R] | None:
-    """Something that can be called, or None.
-
-    Raises:
-        ValueError: it is neither; a ``TypeError`` as well.
-    """
+    """Something that can be called, or None; else ValueError."""
     if value is not None and not callable(value):
         refuse(name, "a function, or None", value, wrong_type=True)
     return value
 
 
 def number_range(name: str, value: object, what: str, *, at_most: float | None = None) -> tuple[float, float]:
-    """Two numbers above 0, the smaller first.
-
-    Args:
-        name: the argument.
-        value: what came.
-        what: what they stand for, such as ``"shares of an area"``.
-        at_most: the largest that will do.
-
-    Raises:
-        ValueError: they are not two such numbers.
-    """
+    """Two numbers above 0, the smaller first; else ValueError."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         refuse(name, f"two {what}, the smaller first", value)
     low, high = (real_number(name, each, what, above=0, at_most=at_most) for each in value)

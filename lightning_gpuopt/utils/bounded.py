@@ -30,16 +30,8 @@ def within(
 ) -> T:
     """The result of a function that runs on a thread of its own. A thread that hangs is left: the process can end.
 
-    Args:
-        timeout_s: the longest to wait, in seconds.
-        look: is given a clock, to be read often. Once nobody waits, by the time or by Ctrl-C, the clock raises: the
-            function ends, and removes what it has made.
-        clock: seconds, what the function's clock reads.
-        clean_up_s: so long it may take to end then, in seconds; None: 2.
-
-    Raises:
-        NoAnswerError: the time was over.
-        Exception: what the function raises.
+    ``look`` is given a clock, to be read often. Once nobody waits, by the time (NoAnswerError) or by Ctrl-C, the clock
+    raises: the function ends, and removes what it has made, in ``clean_up_s`` seconds (None: 2).
     """
     given_up, done = threading.Event(), threading.Event()
     results: list[T] = []
@@ -84,12 +76,8 @@ def _start(run: Callable[[], None]) -> None:
 def undisturbed(timeout_s: float, function: Callable[[], object], passed_over: Callable[[Exception], bool]) -> None:
     """Run a function on a thread of its own, and wait for it, though handlers of signals raise in this one meanwhile.
 
-    ``Thread.join`` would count the thread as ended once it was left by an exception (Python 3.10 to 3.12).
-
-    Args:
-        timeout_s: the longest to wait, in seconds.
-        function: what it raises is lost.
-        passed_over: whether an exception of a handler is; others are raised.
+    Its errors are lost; a handler's exception is raised unless ``passed_over`` says otherwise. ``Thread.join`` would
+    count the thread as ended once it was left by an exception (Python 3.10 to 3.12).
     """
     begun, done = threading.Lock(), threading.Lock()
     ended: list[bool] = []

@@ -42,12 +42,7 @@ class CallbackBase(Callback):
 
 
 class Guard:
-    """Around what a callback does in a hook: an exception in it is reported once, and the callback disables itself.
-
-    Args:
-        callback: whose hook it is.
-        trainer: through which the exception is reported.
-    """
+    """Around what a callback does in a hook: an exception in it is reported once, and the callback disables itself."""
 
     __slots__ = ("_callback", "_trainer")
 

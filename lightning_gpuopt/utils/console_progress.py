@@ -16,19 +16,10 @@ LINE_INTERVAL_S: Final = 10.0
 
 
 class ConsoleProgress:
-    """Shows what is done, rates and the time left.
+    """Shows what is done, rates and the time left: a bar, or with ``lines`` a line now and then without a terminal.
 
-    Args:
-        total: How much there is to do; None: that is not known.
-        done: What an earlier run has done already.
-        what: What is being done, in a word or two.
-        unit: What is counted.
-        enabled: Show anything at all.
-        lines: Print a line now and then where there is no terminal.
-        after_s: Seconds until a bar is shown.
-        transient: Erase the bar at the end.
-        console: Where; None: stderr.
-        clock: Seconds.
+    ``total`` is None where it is not known; ``done`` is what an earlier run has done. A bar is shown after ``after_s``
+    seconds, on stderr (``console`` None), and with ``transient`` erased at the end.
     """
 
     def __init__(

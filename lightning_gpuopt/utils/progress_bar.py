@@ -18,9 +18,6 @@ class BarItem:
 
     It is added to what the bar's ``get_metrics`` returns, that of a user's own subclass included, and so is in no
     logger and no ``callback_metrics``. It is plain text: showing it asks nothing of the GPU.
-
-    Args:
-        label: its name.
     """
 
     def __init__(self, label: str) -> None:
@@ -28,19 +25,11 @@ class BarItem:
         self._text: str | None = None
 
     def set_percent(self, value: float) -> None:
-        """Show this from the bar's next refresh on.
-
-        Args:
-            value: 0-100 %.
-        """
+        """Show this, 0-100 %, from the bar's next refresh on."""
         self._text = f"{value:.0f} %"
 
     def show_in(self, trainer: Trainer) -> Callable[[], None]:
-        """Add it to the Trainer's progress bar; nothing happens where there is none.
-
-        Returns:
-            The undo, which may be called more than once.
-        """
+        """Add it to the Trainer's progress bar, if there is one; the undo may be called more than once."""
         bar = trainer.progress_bar_callback
         if bar is None or not callable(getattr(bar, "get_metrics", None)):
             return lambda: None
@@ -56,12 +45,9 @@ class BarItem:
 
 
 def print_once_fit_has_ended(trainer: Trainer, text: str, *, interrupted: bool = False) -> None:
-    """Print on stdout, on rank 0.
+    """Print on rank 0's stdout; where ``interrupted``, above a bar that may still be drawn.
 
-    Args:
-        trainer: whose ``fit`` has ended.
-        text: what to print; characters that the terminal does not have are replaced.
-        interrupted: a progress bar may still be drawn: print above it, as ``LightningModule.print`` does.
+    Characters that the terminal does not have are replaced.
     """
     if not trainer.is_global_zero:
         return

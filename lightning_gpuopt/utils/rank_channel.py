@@ -37,15 +37,10 @@ _runs: dict[str, int] = {}
 
 @dataclass(frozen=True)
 class Gathered:
-    """One window of all ranks.
+    """One window of all ranks."""
 
-    Attributes:
-        step: the logging step at which the window closed.
-        by_rank: what each rank posted; a rank that stayed silent is missing.
-    """
-
-    step: int
-    by_rank: dict[int, Any]
+    step: int  # the logging step at which the window closed
+    by_rank: dict[int, Any]  # what each posted; a silent rank is missing
 
 
 @dataclass
@@ -60,13 +55,8 @@ class RankGather:
     """Bring JSON-able figures of all ranks to rank 0.
 
     Every rank calls :meth:`post` at the same windows in the same order. On one rank this is a list that hands back what
-    was put in; on many, a daemon thread does the talking.
-
-    Args:
-        name: keeps two users of the store apart; the same on every rank.
-        rank: this process's global rank.
-        world_size: number of ranks.
-        arrived: called with each window as soon as it is complete, on the daemon thread, in place of :meth:`ready`.
+    was put in; on many, a daemon thread does the talking, and calls ``arrived`` with each complete window in place of
+    :meth:`ready`. ``name`` keeps users of the store apart; the same on every rank.
     """
 
     def __init__(
@@ -97,12 +87,7 @@ class RankGather:
         return self.rank == 0 or self._store is None
 
     def post(self, step: int, figures: Any) -> None:
-        """Hand in this rank's figures of a window; never waits.
-
-        Args:
-            step: the logging step at which the window closed.
-            figures: anything that JSON can hold.
-        """
+        """Hand in this rank's figures (what JSON can hold) of the window that closed at a logging step; never waits."""
         self._inbox.put((step, figures))
         if self._thread is None or self.problem is not None:
             self._keep_own()
@@ -120,11 +105,7 @@ class RankGather:
         return done
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Give the windows under way a last chance, then end the thread. What came is still in :meth:`ready`.
-
-        Args:
-            timeout_s: the longest that rank 0 waits here for the others' last figures, in seconds.
-        """
+        """Wait up to ``timeout_s`` for windows under way, then end the thread. What came is still in :meth:`ready`."""
         if self._thread is None:
             return
         self._close_deadline = time.monotonic() + timeout_s
@@ -186,19 +167,10 @@ class RankGather:
 
 
 class RankBroadcast:
-    """Send messages, anything that JSON can hold, from rank 0 to all other ranks, without a collective.
-
-    Args:
-        name: keeps two users of the store apart; the same on every rank.
-        rank: this process's global rank.
-        world_size: number of ranks.
-
-    Attributes:
-        problem: why nothing can be sent or received; None where it can.
-    """
+    """Send what JSON can hold from rank 0 to all others, without a collective; ``name`` is the same on every rank."""
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
-        self.problem: str | None = None
+        self.problem: str | None = None  # why nothing can be sent or received; None where it can
         self._rank = rank
         self._came: deque[Any] = deque()
         self._number = 0
@@ -212,11 +184,7 @@ class RankBroadcast:
             self._thread.start()
 
     def send(self, message: Any) -> None:
-        """Send a message to all other ranks; does nothing on other ranks than 0, and where there is one rank only.
-
-        Args:
-            message: anything that JSON can hold.
-        """
+        """Send a message to all other ranks; does nothing on other ranks than 0, and where there is one rank only."""
         if self._store is None or self._rank:
             return
         try:
@@ -251,10 +219,7 @@ class RankBroadcast:
 
 
 def open_store(name: str) -> Any:
-    """A part of the default process group's store, under a prefix that no earlier run has used.
-
-    None where there is none, as with MPI: each rank then keeps to its own figures.
-    """
+    """A part of the default process group's store, under a new prefix; None where there is none, as with MPI."""
     if (store := default_store()) is None:
         return None
     run = _runs[name] = _runs.get(name, 0) + 1

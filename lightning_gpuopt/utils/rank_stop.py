@@ -31,22 +31,15 @@ _PATIENCE_S = 30.0
 
 
 class RankStop:
-    """Rank 0 asks all ranks to stop, and each of them learns after which step.
+    """Rank 0 asks all ranks (two or more) to stop, and each of them learns after which step.
 
     Once a rank has heard of it, on a thread of ours, it promises not to pass the end of its next step before it knows
     the decision. Rank 0 decides for the furthest of these steps: no rank has passed it, and all of them come there.
-
-    Args:
-        name: keeps two users of the store apart; the same on every rank.
-        rank: this process's global rank.
-        world_size: number of ranks, at least two.
-
-    Attributes:
-        problem: why the ranks cannot agree; None where they can.
+    ``name`` is the same on every rank.
     """
 
     def __init__(self, name: str, rank: int, world_size: int) -> None:
-        self.problem: str | None = None
+        self.problem: str | None = None  # why the ranks cannot agree; None where they can
         self._rank = rank
         self._others = range(1, world_size)
         self._lock = threading.Lock()
@@ -66,24 +59,16 @@ class RankStop:
         self._thread.start()
 
     def ask(self, why: str) -> None:
-        """On rank 0: have all ranks stop soon; never waits. Only the first time counts.
-
-        Args:
-            why: what each of them is told.
-        """
+        """On rank 0: have all ranks stop soon, and say why; never waits. Only the first time counts."""
         if self._why is None:
             self._why = why
             self._promise()
             self._asked.set()
 
     def step_done(self, step: int) -> str | None:
-        """A step has ended. Costs next to nothing until a rank has asked; then it may wait a moment for the decision.
+        """Why to stop after this step, counted alike on every rank, or None.
 
-        Args:
-            step: steps so far, counted alike on every rank.
-
-        Returns:
-            Why to stop now; None: go on.
+        Costs next to nothing until a rank has asked; then it may wait a moment for the decision.
         """
         with self._lock:
             self._step = step
@@ -96,13 +81,9 @@ class RankStop:
         return self._why if self._stop_at is not None and step >= self._stop_at else None
 
     def end(self, why: str | None = None) -> str | None:
-        """Training has ended on this rank, and so it has on the others, or will; waits for rank 0's word.
+        """Why to stop, the same on each rank, or None, once training has ended here; waits for rank 0's word.
 
-        Args:
-            why: on rank 0: why to stop after all; what was asked before counts more.
-
-        Returns:
-            Why to stop, the same on each rank; None: there is no reason.
+        On rank 0 ``why`` may be given; what was asked before counts more.
         """
         self._ended = True
         try:

@@ -23,17 +23,9 @@ _LAST_S: Final = 2.0
 
 
 def all_said(mine: str, name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> list[str] | None:
-    """What each rank says, by rank; called by each at about the same time, and the answer is the same on each.
+    """What each rank says, by rank; all call it at about the same time, with one ``name``, and get the same answer.
 
-    Args:
-        mine: what this rank says.
-        name: keeps two decisions apart; the same on every rank.
-        rank: this process's global rank.
-        world_size: number of ranks.
-        patience_s: seconds; nothing is decided with a rank that has said nothing by then.
-
-    Returns:
-        None where a rank was silent, or the ranks have no store, as with MPI.
+    None where a rank was silent for ``patience_s`` seconds, or the ranks have no store, as with MPI.
     """
     if world_size == 1:
         return [mine]
@@ -59,13 +51,8 @@ def all_said(mine: str, name: str, rank: int, world_size: int, patience_s: float
 def leave_together(name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> None:
     """Wait until every rank is about to end its process; rank 0 returns first, and the others when it has ended.
 
-    Lightning's launcher runs in rank 0: it kills all processes where another one ends with an error before.
-
-    Args:
-        name: keeps two decisions apart; the same on every rank.
-        rank: this process's global rank.
-        world_size: number of ranks.
-        patience_s: seconds that rank 0 waits for the others; those wait twice as long.
+    Lightning's launcher runs in rank 0: it kills all processes where another one ends with an error before. Rank 0
+    waits ``patience_s`` seconds for the others; those wait twice as long.
     """
     store = open_store(name) if world_size > 1 else None
     if store is None:

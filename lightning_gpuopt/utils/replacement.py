@@ -18,11 +18,8 @@ _OURS: Final = tuple(os.path.join(_PACKAGE, room, "") for room in _ROOMS)
 class Replacement:
     """A callable in front of another; pickled and copied as that other itself.
 
-    A Trainer or loader that is sent to another process, or copied, so leaves what is measured here behind.
-
-    Args:
-        original: what it is in front of.
-        replacement: what is called in its place; a subclass may override ``__call__`` instead.
+    A Trainer or loader that is sent to another process, or copied, so leaves what is measured here behind. A subclass
+    may override ``__call__``.
     """
 
     def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any] | None = None) -> None:
@@ -47,13 +44,10 @@ def identity(value: T) -> T:
 
 
 def hide_us(error: BaseException) -> None:
-    """Take our own frames out of the traceback of what somebody else has raised.
+    """Take our own frames out of the traceback of what somebody else has raised; our own errors stay as they are.
 
     Called in an ``except`` clause that ends with a bare ``raise``, which adds its frame to no traceback anew. Only
     Python 3.10 still shows that one frame: it raises with the traceback that it has caught.
-
-    Args:
-        error: what was caught. What our own code has raised stays as it is.
     """
     entries: list[TracebackType] = []
     entry = error.__traceback__

@@ -20,12 +20,8 @@ log = logging.getLogger(__name__)
 class UserCache:
     """One file below ``$XDG_CACHE_HOME/lightning-gpuopt`` (``~/.cache``); what goes wrong with it is no error.
 
-    Where nothing can be written there, it is kept in a folder of this user's own below the temporary one.
-
-    Args:
-        kind: of what is kept; the folder's name.
-        key: what it was found out of, as JSON takes it, with the version of the file's format.
-        suffix: of the file's name.
+    Where nothing can be written there, it is kept in a folder of this user's own below the temporary one. The key is
+    JSON, with the version of the file's format in it.
     """
 
     def __init__(self, kind: str, key: list[Any], suffix: str) -> None:
@@ -35,11 +31,7 @@ class UserCache:
         self._paths = [each / kind / f"{name}{suffix}" for each in (Path(root, "lightning-gpuopt"), self._temporary)]
 
     def load(self, parse: Callable[[bytes], T | None]) -> T | None:
-        """What was kept; None where there is nothing, or nothing that can be read.
-
-        Args:
-            parse: makes it of the file's bytes.
-        """
+        """What ``parse`` makes of the file's bytes; None where there is nothing, or nothing that can be read."""
         for path in self._paths:
             try:
                 if self._is_own(path) and (found := parse(path.read_bytes())) is not None:
@@ -51,11 +43,7 @@ class UserCache:
         return None
 
     def keep(self, write: Callable[[IO[bytes]], object]) -> None:
-        """Replace the file, with all of the new content or not at all.
-
-        Args:
-            write: writes the content to the stream that it is given.
-        """
+        """Replace the file, with all that ``write`` puts into the stream or not at all."""
         for path in self._paths:
             temporary: str | None = None
             try:

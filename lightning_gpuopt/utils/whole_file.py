@@ -7,15 +7,7 @@ from pathlib import Path
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file whole or not at all; folders are made as needed.
-
-    Args:
-        target: the file.
-        text: what it shall hold.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a file whole or not at all (OSError); folders are made as needed."""
     target = target.absolute()  # "." has no name
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
