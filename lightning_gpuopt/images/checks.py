@@ -32,14 +32,11 @@ def looks_like_image(data: bytes) -> bool:
 
 
 def check_image(data: bytes) -> None:
-    """See whether an image file can be decoded.
+    """See whether an image file can be decoded; BadImage, with the reason, where it cannot.
 
     A JPEG whose header can be read and which ends as a JPEG must is taken to be whole: to decode them all would take
     several times as long as everything else in a build. Of a PNG the checksums of all chunks are compared. Anything
     else, and a JPEG or PNG whose header is not that of a plain one, is decoded in full.
-
-    Raises:
-        BadImage: It cannot; the text says why.
     """
     if not data:
         raise BadImage("it is empty")
@@ -56,11 +53,7 @@ def check_image(data: bytes) -> None:
 
 
 def decode_in_full(data: bytes) -> None:
-    """Decode an image file, which costs several times as much as `check_image` and finds damage within a JPEG as well.
-
-    Raises:
-        BadImage: It cannot be decoded; what PIL makes do with, readers do too.
-    """
+    """Decode an image file; several times as dear as `check_image`, it finds damage within a JPEG too (BadImage)."""
     if data[:3] == jpeg.MAGIC:
         try:
             simplejpeg.decode_jpeg(data, fastdct=True, fastupsample=True, strict=True)
@@ -79,13 +72,9 @@ def within_limit(width: int, height: int) -> bool:
 
 
 def shrink_image(data: bytes, size: int, quality: int) -> bytes:
-    """Bring an image file's shorter side down to `size` pixels, as a JPEG; one that is no larger stays as it came.
+    """Bring an image file's shorter side down to `size` pixels, as an upright RGB JPEG; a smaller one stays as it came.
 
-    The resize is bilinear with antialiasing, the longer side floored (as torchvision does); the EXIF orientation is
-    applied to the pixels. The result is an RGB JPEG whatever the format was, since readers give RGB.
-
-    Raises:
-        BadImage: It cannot be decoded.
+    Bilinear with antialiasing, the longer side floored (as torchvision does). BadImage where it cannot be decoded.
     """
     with PILErrors(data), Image.open(io.BytesIO(data)) as opened:
         if min(opened.size) <= size:
@@ -115,9 +104,8 @@ def shrunk_size(full: tuple[int, int], size: int) -> tuple[int, int]:
 class PILErrors:
     """Turns PIL's many errors into `BadImage`, and keeps its warnings to itself.
 
-    Args:
-        data: An image file, all of which is in memory: nothing else can be at fault. None: it is still to be read, and
-            the errors of whatever it is read from come through.
+    With `data`, the whole file in memory, nothing else can be at fault; with None, errors of whatever it is read from
+    come through.
     """
 
     def __init__(self, data: bytes | None) -> None:

@@ -38,33 +38,19 @@ _MAX_PIXELS: Final = 40_000_000
 
 @dataclass(frozen=True, slots=True)
 class ImageCosts:
-    """What an image file costs, on one CPU: medians over the images measured.
+    """What an image file costs, on one CPU: medians over the images measured."""
 
-    Attributes:
-        images: how many were measured.
-        read_s: seconds to read the file, from wherever it was then: the page cache, or storage.
-        pil_decode_s: seconds of ``Image.open(...).convert("RGB")``.
-        pil_crop_s: seconds in which PIL cuts an area out of that and resizes it to the crop.
-        pil_float_s: seconds in which the crop becomes a float32 tensor on the 0-1 scale.
-        fast_decode_s: seconds in which the fast decoder gives the crop of the same area: decode and resize.
-        small_decode_s: the same from the image as it is once its shorter side has ``small_size`` pixels.
-        file_bytes: bytes of the file; the mean.
-        width: pixels, as stored.
-        height: pixels, as stored.
-        small_size: shorter side in pixels of the images made smaller.
-    """
-
-    images: int
-    read_s: float
-    pil_decode_s: float
-    pil_crop_s: float
-    pil_float_s: float
-    fast_decode_s: float
-    small_decode_s: float
-    file_bytes: float
-    width: int
-    height: int
-    small_size: int
+    images: int  # how many were measured
+    read_s: float  # from wherever the file was then: the page cache, or storage
+    pil_decode_s: float  # of ``Image.open(...).convert("RGB")``
+    pil_crop_s: float  # PIL cuts an area out of that and resizes it to the crop
+    pil_float_s: float  # the crop becomes a float32 tensor on the 0-1 scale
+    fast_decode_s: float  # the fast decoder gives the crop of the same area: decode and resize
+    small_decode_s: float  # the same once the shorter side has ``small_size`` pixels
+    file_bytes: float  # the mean
+    width: int  # pixels, as stored
+    height: int  # pixels, as stored
+    small_size: int  # pixels
 
 
 def resize_for(crop_size: int) -> int:
@@ -80,19 +66,10 @@ def measure_images(
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = 0.5,
 ) -> ImageCosts | None:
-    """Measure what images cost; an image that cannot be read or decoded is skipped.
+    """Measure what images cost, in about `budget_s` and without global random state; None where none can be decoded.
 
-    No global random state is touched.
-
-    Args:
-        read: gives an image file's bytes by index; None where a sample has none.
-        indices: which images; the first 16 are measured.
-        crop_size: side of the crops in pixels; None: 224, as most models have them.
-        clock: seconds.
-        budget_s: about as long as all of it may take, in seconds.
-
-    Returns:
-        Their costs; None where no image could be measured.
+    An image that cannot be read (`read` gives None) or decoded is skipped; the first 16 of the others are measured.
+    `crop_size` None is 224, as most models have it.
     """
     crop_size = crop_size or _CROP_SIZE
     _warm_up(crop_size)

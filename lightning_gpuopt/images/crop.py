@@ -58,11 +58,7 @@ _of_thread = threading.local()
 
 
 def keyed_generator(key: int) -> np.random.Generator:
-    """The generator ``Generator(Philox(key=key))``: this thread's only one, whose state is set, a tenth of the time.
-
-    Args:
-        key: 64 bits.
-    """
+    """``Generator(Philox(key=key))``, of 64 bits: this thread's only one, whose state is set, a tenth of the time."""
     generator: np.random.Generator | None = getattr(_of_thread, "generator", None)
     if generator is None:
         generator = _of_thread.generator = np.random.Generator(np.random.Philox(key=0))
@@ -80,17 +76,10 @@ def draw_area(
     ratio: tuple[float, float] = RATIO,
     flip: bool = False,
 ) -> Area:
-    """A random area, as torchvision's ``RandomResizedCrop`` draws them.
+    """A random area of an upright image in pixels, as torchvision's ``RandomResizedCrop`` draws them.
 
-    The method is that of Szegedy et al. 2015 (Going Deeper with Convolutions, section 6).
-
-    Args:
-        height: Of the image, upright, in pixels.
-        width: Of the image.
-        generator: Where the randomness comes from.
-        scale: Smallest and largest share of the image's area.
-        ratio: Smallest and largest width over height.
-        flip: Mirror one in two.
+    The method is that of Szegedy et al. 2015 (Going Deeper with Convolutions, section 6). `scale` is the share of the
+    image's area, `ratio` width over height; `flip` mirrors one in two.
     """
     # One call for all numbers: calls would take longer than everything else here.
     down, across, side, *attempts = generator.random(3 + 2 * _ATTEMPTS).tolist()
@@ -114,14 +103,8 @@ def draw_area(
 class RandomCrops:
     """An image decoder that gives uint8 tensors ``[3, size, size]`` of random areas; one area for a whole sample.
 
-    Call `begin` before each sample. Safe between threads.
-
-    Args:
-        size: Side in pixels.
-        scale: Smallest and largest share of the image's area.
-        ratio: Smallest and largest width over height.
-        interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
-        flip: Mirror one in two.
+    Call `begin` before each sample. Safe between threads. Photographs are resized with antialiasing but for
+    ``"nearest"``.
     """
 
     def __init__(
@@ -143,11 +126,7 @@ class RandomCrops:
         return RandomCrops, (self.size, self.scale, self.ratio, self.interpolation, self.flip)
 
     def begin(self, key: int) -> None:
-        """Start a sample.
-
-        Args:
-            key: Decides the sample's area, 64 bits.
-        """
+        """Start a sample, whose area these 64 bits decide."""
         self._sample.key, self._sample.area = key, None
 
     def __call__(self, data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
@@ -178,13 +157,7 @@ class RandomCrops:
 
 
 class CenterCrops:
-    """An image decoder that gives the middle of an image as uint8 tensors ``[3, size, size]``.
-
-    Args:
-        size: Side in pixels.
-        resize: Length of the shorter side before the crop; None: 8/7 of `size` (256 for 224).
-        interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
-    """
+    """Gives the middle of an image as uint8 ``[3, size, size]``; `resize` is the shorter side (None: 8/7 of `size`)."""
 
     def __init__(self, size: int, resize: int | None = None, interpolation: Interpolation = "bilinear") -> None:
         self.size = size
@@ -208,18 +181,9 @@ class CenterCrops:
 
 
 def resized_center(height: int, width: int, short: int, size: int) -> tuple[int, int, int, int]:
-    """Where the middle of an image is, once it has been made smaller or larger.
+    """Height and width of an image resized to `short`, and top and left of the square in its middle, in pixels.
 
     As torchvision's ``Resize``, which floors the longer side, and ``CenterCrop``.
-
-    Args:
-        height: Of the image in pixels.
-        width: Of the image.
-        short: Length of its shorter side after it.
-        size: Side of the square in the middle.
-
-    Returns:
-        Height and width of the resized image; top and left of the square in it.
     """
     high, wide = (short, short * width // height) if height <= width else (short * height // width, short)
     return high, wide, round((high - size) / 2), round((wide - size) / 2)
@@ -228,21 +192,7 @@ def resized_center(height: int, width: int, short: int, size: int) -> tuple[int,
 def crop(
     data: bytes | memoryview, area: Area, orientation: int, size: int, interpolation: Interpolation = "bilinear"
 ) -> torch.Tensor:
-    """Decode an area of a JPEG file and resize it to a square.
-
-    Args:
-        data: The image file.
-        area: Which part of the upright image.
-        orientation: The image's EXIF orientation.
-        size: Side of the result in pixels.
-        interpolation: How it is resized.
-
-    Returns:
-        uint8 tensor ``[3, size, size]``.
-
-    Raises:
-        OSError: As `decode_pil`.
-    """
+    """Decode an area of an upright JPEG file and resize it: uint8 ``[3, size, size]``. OSError as of `decode_pil`."""
     upright = area.of_height, area.of_width
     height, width = upright[::-1] if orientation >= _SWAPPED else upright  # as stored
     # libjpeg-turbo halves and quarters as it decodes; other factors are slower than decoding in full.
@@ -257,15 +207,9 @@ def crop(
 def cut(
     pixels: Pixels, area: Area, size: int, interpolation: Interpolation, down_y: float = 1.0, down_x: float = 1.0
 ) -> torch.Tensor:
-    """An area of an image, resized to a square: uint8 ``[3, size, size]``.
+    """An area of `pixels` (uint8 ``[H, W, 3]``; rows below the area may be missing), resized: uint8 ``[3, size, size]``.
 
-    Args:
-        pixels: The image, uint8 ``[H, W, 3]``; rows below the area may be missing.
-        area: Which part of it.
-        size: Side of the result in pixels.
-        interpolation: How it is resized.
-        down_y: Height of the image in `pixels` over that which the area is of.
-        down_x: The same of the width.
+    `down_y` and `down_x` are the height and width of `pixels`' image over those of the image that the area is of.
     """
     top, left = int(area.top * down_y), int(area.left * down_x)
     rows = slice(top, max(top + 1, round((area.top + area.height) * down_y)))

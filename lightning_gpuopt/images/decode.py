@@ -34,14 +34,9 @@ _UPRIGHT: Final = {
 
 
 def decode_pil(data: bytes | memoryview, mode: str | None = None) -> Image.Image:
-    """Decode an image file to an upright RGB image.
+    """Decode an image file to an upright RGB image, or one of PIL's `mode` exactly as it was written.
 
-    Args:
-        data: The image file.
-        mode: PIL's mode of an image that is to come back as it was written, neither turned nor converted.
-
-    Raises:
-        OSError: It cannot be decoded (PIL's errors; `SyntaxError` and `ValueError` for some formats).
+    OSError where it cannot be decoded (PIL's errors; `SyntaxError` and `ValueError` for some formats).
     """
     image: Image.Image = Image.open(io.BytesIO(data))
     image.load()
@@ -60,15 +55,10 @@ def _in_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def decode_tensor(data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
-    """Decode an image file to an upright uint8 RGB tensor ``[3, H, W]``, in channels-last memory.
+    """Decode an image file to an upright uint8 RGB tensor ``[3, H, W]`` in channels-last memory; OSError.
 
-    Args:
-        data: The image file.
-        mode: PIL's mode of an image that is to come back as it was written: ``[C, H, W]`` in its own dtype (``"1"``
-            bool, ``"I;16"`` uint16, ``"I"`` int32, ``"F"`` float32, else uint8), contiguous.
-
-    Raises:
-        OSError: As `decode_pil`.
+    With a `mode` it comes back as it was written: ``[C, H, W]`` in its own dtype (``"1"`` bool, ``"I;16"`` uint16,
+    ``"I"`` int32, ``"F"`` float32, else uint8), contiguous.
     """
     if mode is not None:
         return exact_tensor(exact_pixels(data, mode))
@@ -107,14 +97,9 @@ def decode(
     orientation: int | None = None,
     last_row: int | None = None,
 ) -> Pixels:
-    """Upright RGB pixels ``[H, W, 3]``.
+    """Upright RGB pixels ``[H, W, 3]``; of the stored image at least so high and wide (0: in full).
 
-    Args:
-        data: The image file.
-        min_height: The least height of the whole image, as stored; 0: the full one.
-        min_width: The least width.
-        orientation: The EXIF orientation, where it is known.
-        last_row: Rows of the stored image from this on are not needed; there may be fewer then.
+    Rows of the stored image from `last_row` on are not needed; there may be fewer then.
     """
     size = jpeg.plain_size(data) if data[:3] == jpeg.MAGIC else None
     if size is not None and within_limit(*size):
@@ -147,10 +132,7 @@ def is_swapped(orientation: int) -> bool:
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Height and width as stored, and the EXIF orientation (1 where it is upright already).
-
-    None where it is no JPEG file, or a doubtful one.
-    """
+    """Height and width as stored, and EXIF orientation (1: upright); None where it is no JPEG, or a doubtful one."""
     size = jpeg.sure_size(data) if data[:3] == jpeg.MAGIC else None
     return (*size, _orientation(data)) if size is not None and within_limit(*size) else None
 
@@ -165,14 +147,9 @@ _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
 
 
 def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
-    """An image file which readers show as it is stored, for an image that was opened from one and not decoded yet.
+    """The image file, with an EXIF orientation of 1, that shows an opened and not yet decoded image as it is stored.
 
-    Args:
-        image: What was opened.
-        data: The image file.
-
-    Returns:
-        The same file, or with its EXIF orientation set to 1; None where no file is known that gives these pixels.
+    None where no file is known that gives these pixels.
     """
     if getattr(image, "decoderconfig", ()):  # a draft, which is smaller
         return None

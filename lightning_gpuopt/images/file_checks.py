@@ -25,20 +25,11 @@ def bad_images(
     trust: bool = False,
     progress: bool = False,
 ) -> dict[int, str]:
-    """The image files that are no images, or broken off, and why.
+    """The reason, by number and in order, of files that are no images, or broken off.
 
-    All files are read once. What was found is kept in the user's cache directory; later, only the files that were bad
-    are looked at again. A file that goes bad afterwards is not found so.
-
-    Args:
-        read: Gives a file's bytes by number; a `CorruptSampleError` stands for a file that cannot be read.
-        count: How many files there are.
-        key: Stands for the files and their order; what was found is kept by it.
-        trust: Take what was kept as it is: another process of this machine has just looked.
-        progress: Show a progress bar on stderr, in a terminal.
-
-    Returns:
-        The reason by the file's number, in order.
+    All files are read once (a `CorruptSampleError` from `read` stands for one that cannot be). What was found is kept
+    in the user's cache directory, by `key`; later, only the files that were bad are looked at again, and with `trust`
+    none: another process of this machine has just looked. A file that goes bad afterwards is not found so.
     """
     cache = UserCache("bad-images", [_VERSION, key], ".json")
     kept = cache.load(_parse)

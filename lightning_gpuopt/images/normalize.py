@@ -36,15 +36,11 @@ def _is_no_image(path: Path) -> bool:
 
 
 class Normalize:
-    """Turns the uint8 photographs of a batch into normalised floating point.
+    """Turns the uint8 photographs of a batch into normalised floating point; mean and std per channel, 0-1 scale.
 
     These are tensors ``[B, C, H, W]``, and lists of nothing but ``[C, H, W]`` (images of several sizes); in the place
     of a sample's image (`is_image_by_place`) also ``[B, H, W, C]``, which stay so. Never a part named mask, seg, label,
     target or depth.
-
-    Args:
-        mean: Mean of each of the C channels, on the 0-1 scale.
-        std: Standard deviation of each channel, on the 0-1 scale.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -54,11 +50,7 @@ class Normalize:
 
     @classmethod
     def of(cls, argument: Any) -> Normalize:
-        """What a user's ``normalize=(mean, std)`` asks for.
-
-        Raises:
-            ValueError: It is not a mean and a standard deviation above 0 for each channel.
-        """
+        """What a user's ``normalize=(mean, std)`` asks for; ValueError where it is not that, with std above 0."""
         try:
             mean, std = argument
             mean, std = [float(m) for m in mean], [float(s) for s in std]
@@ -76,10 +68,8 @@ class Normalize:
     def __call__(self, batch: Any, dtype: torch.dtype = torch.float32, exact: Collection[Path] = ()) -> tuple[Any, int]:
         """A batch of the same make with its photographs normalised, and how many tensors that were.
 
-        Args:
-            batch: Tensors in any nest of tuples, lists and mappings.
-            dtype: Of the result; the arithmetic is float32's, or float64's.
-            exact: Where arrays, tensors and images lie whose values count (masks, depth maps): these stay as they are.
+        Arithmetic is float32's, or float64's. What lies at `exact` paths has values that count (masks, depth maps), and
+        stays.
         """
         normalized = 0
 

@@ -11,20 +11,12 @@ from lightning_gpuopt.images.decode import decode_pil, is_swapped, jpeg_size
 
 
 def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int, int]:
-    """An image file for a decoder outside Python, with its height and width as it is shown, upright.
+    """An image file for a decoder outside Python (or a PPM file of it), with height and width as shown, upright.
 
     By its header alone a file stays as it is: a JPEG that is baseline or progressive, of 8 bits, grey or YCbCr; a PNG
     of at most 8 bits a sample, and a WebP, of one image, which their metadata cannot turn; a BMP of 24 bits. Of all
-    other formats and flavours some are shown differently by other decoders, or crash them: these PIL decodes.
-
-    Args:
-        data: The image file.
-
-    Returns:
-        The file, or a PPM file; height and width.
-
-    Raises:
-        OSError: As `decode_pil`.
+    other formats and flavours some are shown differently by other decoders, or crash them: these PIL decodes (OSError
+    as of `decode_pil`).
     """
     header = jpeg_size(data)
     if header is not None and jpeg.orientation_of(data) is not None:
@@ -37,11 +29,7 @@ def for_other_decoder(data: bytes | memoryview) -> tuple[bytes | memoryview, int
 
 
 def as_ppm(data: bytes | memoryview) -> tuple[bytes, int, int]:
-    """An image file as PIL decodes it, as a PPM file of 8 bits, which every decoder reads; height and width.
-
-    Raises:
-        OSError: As `decode_pil`.
-    """
+    """An image file as PIL decodes it (OSError), as an 8-bit PPM file, which every decoder reads; height and width."""
     decoded = decode_pil(data)
     out = io.BytesIO()
     decoded.save(out, "PPM")
