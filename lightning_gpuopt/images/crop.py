@@ -207,7 +207,7 @@ def crop(
 def cut(
     pixels: Pixels, area: Area, size: int, interpolation: Interpolation, down_y: float = 1.0, down_x: float = 1.0
 ) -> torch.Tensor:
-    """An area of `pixels` (uint8 ``[H, W, 3]``; rows below the area may be missing), resized: uint8 ``[3, size, size]``.
+    """An area of `pixels` (uint8 ``[H, W, 3]``; rows below the area may be missing), resized to ``[3, size, size]``.
 
     `down_y` and `down_x` are the height and width of `pixels`' image over those of the image that the area is of.
     """

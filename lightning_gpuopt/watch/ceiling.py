@@ -21,19 +21,12 @@ _LEAST: Final = 20
 
 @dataclass(frozen=True)
 class Plan:
-    """Which steps of a ``fit`` are measured; a step is a training batch.
+    """Which steps of a ``fit`` are measured; a step is a training batch."""
 
-    Attributes:
-        warm_up: steps before the first measured one.
-        loader: measured steps with the loader as it is.
-        settle: steps with batches from memory before those that are measured.
-        free: measured steps with batches from memory.
-    """
-
-    warm_up: int
-    loader: int
-    settle: int
-    free: int
+    warm_up: int  # steps before the first measured one
+    loader: int  # measured steps with the loader as it is
+    settle: int  # steps with batches from memory before those that are measured
+    free: int  # measured steps with batches from memory
 
     @property
     def switch_at(self) -> int:
@@ -52,12 +45,10 @@ class Plan:
 
 
 def plan_of(steps: int | None, queued: int = 0, rhythm: int = 1) -> Plan | None:
-    """What to measure; None where the run is too short.
+    """What to measure in so many steps (None: no end can be foreseen); None where the run is too short.
 
-    Args:
-        steps: training batches of the run; None where no end can be foreseen.
-        queued: batches that may lie ready when training begins: they say nothing of the loader's rate.
-        rhythm: batches of an optimizer step: each rate is that of whole ones.
+    ``queued`` batches may lie ready when training begins: they say nothing of the loader's rate. ``rhythm`` is the
+    batches of an optimizer step: each rate is that of whole ones.
     """
     warm_up = min(max(_WARM_UP, queued), _MAX_WARM_UP)
     loader, free = max(_LOADER, rhythm), max(_FREE, rhythm)
@@ -70,35 +61,22 @@ def plan_of(steps: int | None, queued: int = 0, rhythm: int = 1) -> Plan | None:
 
 
 class Meter:
-    """The rate of steps that follow one another.
-
-    Attributes:
-        steps: those that count.
-        counts: whether the step under way is to count.
-    """
+    """The rate of steps that follow one another."""
 
     def __init__(self) -> None:
-        self.steps = 0
-        self.counts = True
+        self.steps = 0  # those that count
+        self.counts = True  # whether the step under way is to count
         self._seconds = 0.0
         self._last_s: float | None = None
 
     def leave_out(self, drain_s: float = 0.0) -> None:
-        """Something else than training comes before the next step ends: that step does not count.
-
-        Args:
-            drain_s: seconds that the device has still needed for the steps before.
-        """
+        """The step under way does not count; the device still needed ``drain_s`` seconds for the steps before."""
         if self._last_s is not None and self.counts:
             self._seconds += drain_s
         self.counts = False
 
     def step_ends(self, now_s: float) -> None:
-        """A step has ended, or what came before the first one.
-
-        Args:
-            now_s: the clock, in seconds.
-        """
+        """A step has ended, or what came before the first one; by the clock, in seconds."""
         if self._last_s is not None and self.counts:
             self.steps += 1
             self._seconds += now_s - self._last_s
@@ -111,10 +89,7 @@ class Meter:
 
 
 class Prediction:
-    """Listens to a StallDetector's windows: what data can bring at most, by the time that steps wait for it.
-
-    And what the loader would give by itself, by the time that it needs for a batch.
-    """
+    """What data can bring at most by a StallDetector's windows, and what the loader gives by itself."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -158,25 +133,15 @@ def _batch_s(window: Measurement) -> float | None:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What was measured.
+    """What was measured."""
 
-    Attributes:
-        steps_per_s: of the run as it is.
-        free_steps_per_s: with batches from memory.
-        steps: steps of which the first is the rate.
-        free_steps: steps of which the second is the rate.
-        batches: how many batches were handed out again and again.
-        predicted: what data could bring at most by the report of the steps with the loader; None where none was made.
-        loader_steps_per_s: of the loader by itself, by the time that its batches take; None where they were not timed.
-    """
-
-    steps_per_s: float
-    free_steps_per_s: float
-    steps: int
-    free_steps: int
-    batches: int
-    predicted: float | None = None
-    loader_steps_per_s: float | None = None
+    steps_per_s: float  # of the run as it is
+    free_steps_per_s: float  # with batches from memory
+    steps: int  # of which the first is the rate
+    free_steps: int  # of which the second is the rate
+    batches: int  # that were handed out again and again
+    predicted: float | None = None  # at most, by the report of the steps with the loader; None where none was made
+    loader_steps_per_s: float | None = None  # by the time that its batches take; None: not timed
 
     @property
     def at_most(self) -> float:

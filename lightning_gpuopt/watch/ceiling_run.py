@@ -40,14 +40,7 @@ _ALONE_S = 2.0
 
 
 class HookClock(Callback):
-    """Notes when the ``on_train_batch_end`` of the callback behind it begins.
-
-    Args:
-        clock: seconds.
-
-    Attributes:
-        began_s: the clock then.
-    """
+    """Notes, as ``began_s``, when the ``on_train_batch_end`` of the callback behind it begins."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__()
@@ -64,16 +57,9 @@ class HookClock(Callback):
 class CeilingRun(CallbackBase):
     """Measures what data can bring at most, in one ``fit``, which it does not return from.
 
-    Args:
-        detector: reports on the steps with the loader.
-        switched: called when these are over.
-        measured: called with what came out, on rank 0 of several.
-        leave: called before the process ends; to leave nothing of ours behind.
-        before: stands before the detector, and this callback behind it; None where the detector is the user's own.
-        clock: seconds.
-
-    Attributes:
-        why_not: why nothing was measured, so far.
+    ``before`` stands before the detector, and this callback behind it; None where the detector is the user's own.
+    ``switched`` is called when the steps with the loader are over, ``measured`` on rank 0 of several, and ``leave``
+    before the process ends.
     """
 
     _after_failure = "the run ends"
@@ -104,7 +90,7 @@ class CeilingRun(CallbackBase):
         self._is_off = self._is_done = self._gave_up = False
         self._patience_s = PATIENCE_S
         self._failure = ""
-        self.why_not = "no training step was done"
+        self.why_not = "no training step was done"  # why nothing was measured, so far
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -28,11 +28,7 @@ _AT_ONCE: Final = 0x80
 
 @contextmanager
 def signals_held() -> Iterator[set[signal.Signals]]:
-    """Hold back the signals that would end this process, for :func:`run_child` and what has to be done after it.
-
-    Yields:
-        What was held back before: the child's mask.
-    """
+    """Hold back the signals that would end this process until the child has ended; yields the mask before."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:
         yield {signal.Signals(each) for each in before}
@@ -56,23 +52,12 @@ def run_child(
     mask: set[signal.Signals],
     watcher: ChildWatcher | None = None,
 ) -> int:
-    """Run a command to its end.
+    """Run a command to its end: its exit code, or minus the number of the signal that has ended it.
 
     It has our standard streams and our process group, so what is sent to the group, as a terminal's Ctrl-C, reaches it
     and its own children by itself. What another process sends to us alone (Slurm before its time limit, a supervisor)
-    is sent on. The kernel does not tell the two apart; a second process of ours in the group does.
-
-    Args:
-        command: program and arguments.
-        environment: its environment.
-        mask: its signal mask, from :func:`signals_held`, under which this is called.
-        watcher: hears of it.
-
-    Returns:
-        Its exit code; where a signal has ended it, minus that signal's number.
-
-    Raises:
-        OSError: it cannot be started.
+    is sent on. The kernel does not tell the two apart; a second process of ours in the group does. Called under
+    :func:`signals_held`, whose mask it gets. OSError where it cannot be started.
     """
     with _Witness() as witness:
         child = subprocess.Popen(
@@ -140,10 +125,7 @@ class _Witness:
             os.waitpid(self._pid, 0)
 
     def got(self, number: int) -> bool:
-        """Whether a signal that has come to us has come to the witness, too.
-
-        Two signals of one kind may arrive as one if they are close together: both count as sent to the group.
-        """
+        """Whether a signal that has come to us has come to the witness, too; two close ones may arrive as one."""
         if not self._ask(number):
             return False
         while signal.sigtimedwait([number], 0) is not None:  # what it has found may have been that one as well
@@ -170,14 +152,7 @@ def _answer(line: socket.socket) -> NoReturn:
 
 
 def end_like(code: int) -> int:
-    """End this process by the signal that ended the child, if one did.
-
-    Args:
-        code: from :func:`run_child`.
-
-    Returns:
-        The exit code, where this process goes on.
-    """
+    """End this process by the signal that ended the child, if one did; else the exit code."""
     if code >= 0:
         return code
     number = -code

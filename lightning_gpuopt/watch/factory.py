@@ -44,12 +44,7 @@ _REFUSED: Final = (
 
 
 def watched_callbacks() -> list[Callback]:
-    """What a watched process adds to a Trainer's callbacks; called in the Trainer's constructor.
-
-    Raises:
-        KeyError: this process is under no watch.
-        OSError: the folder of the watched run is gone.
-    """
+    """What a watched process adds to a Trainer's callbacks; KeyError: no watch, OSError: its folder is gone."""
     watch = Watch.of_this_process()
     watch.note("trainer")
     if not watch.ceiling:  # what ends that one is our own
@@ -67,9 +62,6 @@ class WatchedRun(CallbackBase):
     flight recorder notes is noted of ``validate``, ``test`` and ``predict`` as well. Nothing is printed, and nothing
     goes to the user's loggers. It has no ``state_dict``: the list of callbacks that it is added to is the user's own,
     and may serve several Trainers. Under ``--ceiling`` it brings CeilingRun as well.
-
-    Args:
-        watch: the watch that this process is under.
     """
 
     def __init__(self, watch: Watch) -> None:

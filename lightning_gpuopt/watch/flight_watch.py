@@ -48,13 +48,7 @@ _MAX_HELD: Final = 512
 
 
 class FlightWatch(ChildWatcher):
-    """Watches the processes of a command, on a thread of its own, from its start to its end.
-
-    Args:
-        folder: of the watched run.
-        say: what has to be said while the command runs.
-        hang_of: finds a hang in records, at a time.
-    """
+    """Watches the processes of a command, on a thread of its own, from its start to its end."""
 
     def __init__(
         self,
@@ -83,11 +77,7 @@ class FlightWatch(ChildWatcher):
         self._ends = RankEnds(self._taker.file if self._taker is not None else None)
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the command.
-
-        Args:
-            before: what it has besides.
-        """
+        """The environment of the command, with what it has besides."""
         address = self._taker.address if self._taker is not None else ""
         return Watcher(str(self._folder / FOLDER), address).environment(before)
 
@@ -112,11 +102,7 @@ class FlightWatch(ChildWatcher):
                 self._stop.wait(_LOOK_EVERY_S)
 
     def look(self, now_s: float) -> None:
-        """Take new rings, let go of those of fits that ended well, and see whether a hang has begun.
-
-        Args:
-            now_s: Unix time in seconds.
-        """
+        """Take new rings, let go of those of fits that ended well, and look for a hang; in Unix time, seconds."""
         self._take()
         heads = {file: record for file in self._held if (record := headers_in(file)) is not None}
         going = {record.run for record in heads.values() if record.ended != "ok"}
@@ -189,14 +175,7 @@ class FlightWatch(ChildWatcher):
         )
 
     def finish(self, code: int) -> PostMortem | None:
-        """The command has ended.
-
-        Args:
-            code: its exit code; minus the number of the signal that has ended it.
-
-        Returns:
-            Why; None where it ended well.
-        """
+        """Why the command ended with this exit code (minus a signal's number); None where it ended well."""
         self._stop.set()
         self._ends.wake()
         if self._thread is not None:
@@ -218,11 +197,9 @@ class FlightWatch(ChildWatcher):
             self.close()
 
     def _matters(self, found: PostMortem) -> bool:
-        """Whether what happened has to be told though the command's exit code is 0.
+        """Whether to tell what happened though the exit code is 0: another process ended, and no later one well.
 
-        Args:
-            found: what happened. An exception that the script caught, and what the process itself does after ``fit``,
-                is its own affair; the end of another process of the run is not, unless a later one has ended well.
+        An exception that the script caught, and what the process does after ``fit``, is its own affair.
         """
         if found.ended in _TOLD_TO_END:
             return True
@@ -233,7 +210,7 @@ class FlightWatch(ChildWatcher):
         return all(each.pid != self._pid and not each.caught and each.written_s > self._ended_well_s for each in own)
 
     def _remove_traces(self) -> None:
-        """The command ended well: nothing is left of a hang that was overcome, and of a ``fit`` that was given up.
+        """The command ended well: nothing is left of a hang that was overcome, or a ``fit`` that was given up.
 
         What tells of a process that vanished without the command's notice stays, and of a run that goes on.
         """

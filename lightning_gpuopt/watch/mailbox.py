@@ -26,26 +26,15 @@ _NOTES: Final = ".notes"
 
 @dataclass(frozen=True)
 class Watch:
-    """One run of the command.
+    """One run of the command."""
 
-    Attributes:
-        folder: absolute path of the run's folder.
-        fix: whether AutoFix acts on what is found while training runs.
-        exact: whether it leaves alone workers that were not shown to draw no random numbers.
-        ceiling: whether it is measured what data can bring at most.
-    """
-
-    folder: str
-    fix: bool = False
-    exact: bool = False
-    ceiling: bool = False
+    folder: str  # absolute path of the run's folder
+    fix: bool = False  # AutoFix acts on what is found while training runs
+    exact: bool = False  # it leaves alone workers that were not shown to draw no random numbers
+    ceiling: bool = False  # it is measured what data can bring at most
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
-        """The environment of the watched command.
-
-        Args:
-            before: that of this process; its ``PYTHONPATH`` keeps its precedence.
-        """
+        """The environment of the watched command; the ``PYTHONPATH`` that there is keeps its precedence."""
         paths = [before["PYTHONPATH"]] if before.get("PYTHONPATH") else []
         return {
             **before,
@@ -55,22 +44,11 @@ class Watch:
 
     @staticmethod
     def of_this_process() -> Watch:
-        """The watch that this process is under.
-
-        Raises:
-            KeyError: it is under none.
-        """
+        """The watch that this process is under; KeyError where there is none."""
         return Watch(**json.loads(os.environ[VARIABLE]))
 
     def begin(self, command: Sequence[str]) -> None:
-        """Make the place for notes, and note the command.
-
-        Args:
-            command: program and arguments.
-
-        Raises:
-            OSError: the folder cannot be written to.
-        """
+        """Make the place for notes, and note the command; OSError where the folder cannot be written to."""
         (Path(self.folder) / _NOTES).mkdir()
         (Path(self.folder) / COMMAND_FILE).write_bytes(os.fsencode(shlex.join(command) + "\n"))
 
@@ -85,15 +63,7 @@ class Watch:
         return None
 
     def note(self, event: str, **known: Any) -> None:
-        """Leave a note for the command.
-
-        Args:
-            event: what happened: ``"trainer"``, ``"rank"``, ``"fit"``, ``"end"``, ``"error"`` or ``"check"``.
-            **known: what JSON can hold.
-
-        Raises:
-            OSError: the folder cannot be written to, or the command has gone.
-        """
+        """Leave a JSON note for the command: "trainer", "rank", "fit", "end", "error" or "check"; OSError if it is gone."""
         folder = Path(self.folder) / _NOTES
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
             json.dump({"event": event, **known}, file)
@@ -118,25 +88,12 @@ class Watch:
                 shutil.rmtree(folder)
 
     def new_fit(self) -> Path:
-        """Make the folder of one ``fit``: ``fit-1``, ``fit-2`` ..., whichever process comes first.
-
-        Raises:
-            OSError: the run's folder cannot be written to.
-        """
+        """Make the folder of one ``fit``: ``fit-1``, ``fit-2`` ..., whichever process comes first. Raises OSError."""
         return new_folder(Path(self.folder), "fit-{}")
 
 
 def new_folder(parent: Path, pattern: str, first: int = 1) -> Path:
-    """Make the first folder that is not there yet.
-
-    Args:
-        parent: where.
-        pattern: its name, with ``{}`` in the place of the number.
-        first: the first number to try.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make the first folder that is not there yet, by a pattern with ``{}`` for the number; raises OSError."""
     number = first
     while True:
         folder = parent / pattern.format(number)

@@ -19,17 +19,11 @@ class RankEnds:
     """Waits for the end of processes that are not our children, and reads how they ended.
 
     The kernel keeps that until the parent asks, which a launcher does now and then: whoever waits is first. A parent
-    that waits as well may be faster.
-
-    Args:
-        besides: a descriptor that ends the wait once it can be read; None: there is none.
-
-    Attributes:
-        ends: by machine and process id.
+    that waits as well may be faster. The descriptor ``besides`` ends the wait once it can be read.
     """
 
     def __init__(self, besides: int | None = None) -> None:
-        self.ends: dict[tuple[str, int], ProcessEnd] = {}
+        self.ends: dict[tuple[str, int], ProcessEnd] = {}  # by machine and process id
         self._processes: dict[int, int] = {}
         self._poll = select.poll()
         self._woken, self._wake = self._files = list(os.pipe2(os.O_CLOEXEC))
@@ -38,11 +32,7 @@ class RankEnds:
                 self._poll.register(file, select.POLLIN)
 
     def watch(self, records: Iterable[FlightRecord]) -> None:
-        """Wait for the end of ranks as well; those that are waited for already are left out.
-
-        Args:
-            records: of processes that are alive.
-        """
+        """Wait for the end of these living ranks as well; those that are waited for already are left out."""
         for record in records:
             if record.pid in self._processes.values():
                 continue
@@ -55,11 +45,7 @@ class RankEnds:
                 self._poll.register(process, select.POLLIN)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for so long, or until :meth:`wake`, or until the other descriptor can be read.
-
-        Args:
-            timeout_s: seconds.
-        """
+        """Wait for so many seconds, or until :meth:`wake`, or until the other descriptor can be read."""
         end_s = time.monotonic() + timeout_s
         while (left_s := end_s - time.monotonic()) > 0:
             for file, _ in self._poll.poll(left_s * 1000):

@@ -39,12 +39,7 @@ class Kept:
 
 
 class Recorder(Iterator[Item]):
-    """Passes an epoch's batches on, and keeps the first ones.
-
-    Args:
-        iterator: gives the batches.
-        kept: where they are kept.
-    """
+    """Passes an epoch's batches on, and keeps the first ones."""
 
     def __init__(self, iterator: Iterator[Item], kept: Kept) -> None:
         self._iterator = iterator
@@ -59,16 +54,8 @@ class Recorder(Iterator[Item]):
 class Replay(Iterator[Item]):
     """Hands out the kept batches for ever; whatever the step does to one, the next time it is as the loader gave it.
 
-    What the way to the device copies is handed out as it is kept, of everything else a copy is made.
-
-    Args:
-        items: the kept batches.
-        device: where the step wants them.
-        copies_all: whether the user's own code sees them before they come there.
-        clock: seconds.
-
-    Attributes:
-        copied_s: seconds that copying has taken.
+    What the way to the device copies is handed out as it is kept, of everything else a copy is made; with
+    ``copies_all`` of all, as the user's own code sees batches before they come there.
     """
 
     def __init__(
@@ -83,7 +70,7 @@ class Replay(Iterator[Item]):
         self._needs_copy = lambda tensor: copies_all or tensor.device == device
         self._clock = clock
         self._next = 0
-        self.copied_s = 0.0
+        self.copied_s = 0.0  # seconds that copying has taken
 
     def __next__(self) -> Item:
         began_s = self._clock()
@@ -95,12 +82,7 @@ class Replay(Iterator[Item]):
 
 
 def copied(value: Any, needs_copy: Callable[[torch.Tensor], bool]) -> Any:
-    """A batch like another: new collections, and copies of its tensors where they are needed.
-
-    Args:
-        value: the batch. Objects in it that are no collections are copied whole, where they can be.
-        needs_copy: says of which tensors.
-    """
+    """A batch like another: new collections, copies of tensors where needed, and of other objects where they can be."""
     if isinstance(value, torch.Tensor):
         return _clone(value) if needs_copy(value) else value
     if type(value) is dict:

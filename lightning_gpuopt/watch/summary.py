@@ -32,38 +32,23 @@ _UNITS: Final = {"utilization": "%", "sm_activity": "% SM activity", "memory_per
 
 @dataclass
 class Fit:
-    """One ``fit`` under the watch.
-
-    Attributes:
-        folder: its own folder.
-        report: what was found; None where the process ended before it was written.
-        messages: what the callbacks had to tell.
-        gpu: means of the GPUs' figures over the run, by key.
-        ended: whether its end was noted.
-        ceiling: what was measured under ``--ceiling``; None where nothing was.
-        no_ceiling: why not; empty where nobody knows.
-    """
+    """One ``fit`` under the watch."""
 
     folder: Path
-    report: StallReport | None = None
-    messages: list[str] = field(default_factory=list)
-    gpu: dict[str, float] = field(default_factory=dict)
-    ended: bool = False
-    ceiling: Ceiling | None = None
-    no_ceiling: str = ""
+    report: StallReport | None = None  # None where the process ended before it was written
+    messages: list[str] = field(default_factory=list)  # what the callbacks had to tell
+    gpu: dict[str, float] = field(default_factory=dict)  # means over the run, by key
+    ended: bool = False  # whether its end was noted
+    ceiling: Ceiling | None = None  # under ``--ceiling``; None where nothing was measured
+    no_ceiling: str = ""  # why not; empty where nobody knows
 
 
 def render_end(
     watch: Watch, command: Sequence[str], code: int, report_dir: str | None = None, *, died: str = ""
 ) -> str:
-    """The lines that the command ends with.
+    """The lines that the command ends with, while the notes are there; ``code`` is minus a signal's number.
 
-    Args:
-        watch: the watched run; its notes are still there.
-        command: what was run.
-        code: its exit code; minus the number of the signal that has ended it.
-        report_dir: of the run, where it was named.
-        died: the post-mortem; empty where there is none.
+    ``report_dir`` is the run's, where it was named; ``died`` is the post-mortem, or empty.
     """
     notes = watch.notes()
     fits = fits_of(notes)
@@ -221,15 +206,7 @@ def gpu_lines(figures: dict[str, float]) -> list[str]:
 def next_command(
     report: RunRecord, path: Path, watch: Watch, command: Sequence[str], report_dir: str | None = None
 ) -> str:
-    """What to run now.
-
-    Args:
-        report: what was found.
-        path: its file.
-        watch: the run.
-        command: what was run.
-        report_dir: where the reports go, where that was named.
-    """
+    """What to run now, by a report; ``report_dir`` is where reports go, where that was named."""
     if not watch.fix and any(finding.settings or finding.cause == "host_to_device" for finding in report.findings):
         folder = f" --report-dir {shlex.quote(report_dir)}" if report_dir is not None else ""
         return f"lightning-gpuopt watch --fix{folder} -- {shlex.join(command)}"
