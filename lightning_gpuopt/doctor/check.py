@@ -17,34 +17,18 @@ _WEIGHT: Final[tuple[Status, ...]] = ("problem", "note", "unknown", "ok")
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what follows from it.
+    """What was looked at, what was found, and what follows from it."""
 
-    Attributes:
-        name: what was looked at, such as ``"gpu0.pcie"``.
-        status: ``"ok"``; ``"note"``: worth knowing, or a matter of taste; ``"problem"``: it holds a GPU back, or will;
-            ``"unknown"``: it could not be found out.
-        found: what was found, in one line.
-        measured: the figures behind it; the unit is in each name.
-        why: why it matters; empty where all is well.
-        fix: the command or the setting that solves it; empty where there is none.
-    """
-
-    name: str
-    status: Status
-    found: str
-    measured: dict[str, Any] = field(default_factory=dict)
-    why: str = ""
-    fix: str = ""
+    name: str  # of what was looked at, such as ``"gpu0.pcie"``
+    status: Status  # "note": worth knowing; "problem": it holds a GPU back, or will; "unknown": not found out
+    found: str  # in one line
+    measured: dict[str, Any] = field(default_factory=dict)  # the unit is in each name
+    why: str = ""  # it matters; empty where all is well
+    fix: str = ""  # a command or a setting; empty where there is none
 
 
 def not_known(name: str, reason: str, measured: dict[str, Any] | None = None) -> Check:
-    """A check that could not be made.
-
-    Args:
-        name: what was to be looked at.
-        reason: why it could not.
-        measured: what is known nevertheless.
-    """
+    """A check that could not be made, why, and what is known nevertheless."""
     return Check(name, "unknown", f"not known: {reason.rstrip('.')}", measured or {})
 
 

@@ -29,11 +29,7 @@ _LINK_TIMEOUT_S: Final = 1.0
 
 
 def probe(clock: Callable[[], float] = time.perf_counter) -> CudaFacts:
-    """Ask torch's CUDA, and measure copies to each device that it sees.
-
-    Args:
-        clock: seconds.
-    """
+    """Ask torch's CUDA, and measure copies to each device that it sees."""
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
@@ -56,15 +52,9 @@ def probe(clock: Callable[[], float] = time.perf_counter) -> CudaFacts:
 
 
 def copy_rates(device: torch.device, uuid: str, clock: Callable[[], float] = time.perf_counter) -> CopyRates:
-    """Measure copies from host memory to a device.
+    """Measure copies from host memory to a device, and ask NVML for its link where it has a ``uuid``.
 
-    Args:
-        device: which.
-        uuid: its UUID, for NVML; empty: the link is not asked.
-        clock: seconds.
-
-    Raises:
-        RuntimeError: CUDA refuses.
+    RuntimeError where CUDA refuses.
     """
     target = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     pinned = torch.zeros(_BYTES, dtype=torch.uint8).pin_memory()

@@ -57,17 +57,10 @@ _Read = Callable[[Sequence[int]], int]
 
 
 def data_facts(path: str, clock: Callable[[], float] = time.perf_counter) -> DataFacts:
-    """Look at a dataset, and measure how fast its samples are read.
+    """Look at a dataset (a folder of files, an LMDB of ours, a file), and measure how fast its samples are read.
 
     A folder of files is compared with an LMDB of a part of them, in a temporary folder on the same file system, which
-    is removed before this returns, also by an exception.
-
-    Args:
-        path: a folder of files, an LMDB dataset of this package, or a file.
-        clock: seconds.
-
-    Raises:
-        FileNotFoundError: there is nothing at the path.
+    is removed before this returns, also by an exception. FileNotFoundError.
     """
     kind = "folder" if stat.S_ISDIR(os.stat(path).st_mode) else "file"
     if kind == "folder":
@@ -85,12 +78,7 @@ def data_facts(path: str, clock: Callable[[], float] = time.perf_counter) -> Dat
 
 
 def file_system_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that a path lies on; empty where it is not known.
-
-    Args:
-        path: that is there.
-        mounts: Linux's list of what is mounted.
-    """
+    """The type of the file system that a path lies on, by Linux's list of mounts; empty where it is not known."""
     real = os.path.realpath(path)
     best, kind = -1, ""
     try:
@@ -120,11 +108,7 @@ class _Listing:
 
 
 def _list(folder: str, clock: Callable[[], float]) -> _Listing:
-    """The files below a folder, and below those that links in it lead to, each of them once.
-
-    Raises:
-        OSError: the folder itself cannot be read.
-    """
+    """The files below a folder and below links in it, each of them once; OSError where the folder cannot be read."""
     os.scandir(folder).close()
     listing = _Listing()
     linked = {os.path.realpath(folder)}
@@ -165,11 +149,7 @@ def _leads_on(link: str, linked: set[str]) -> bool:
 
 
 def histogram(sizes: Sequence[int]) -> dict[str, int]:
-    """How many sizes there are, by the upper end of their range: ``"4_kib"``, ``"16_kib"``, ..., ``"more"``.
-
-    Args:
-        sizes: in bytes.
-    """
+    """How many sizes in bytes there are, by the upper end of a range: ``"4_kib"``, ``"16_kib"``, ..., ``"more"``."""
     counts = dict.fromkeys([*(f"{upper}_kib" for upper in _UPPER_KIB), "more"], 0)
     for size in sizes:
         counts[next((f"{upper}_kib" for upper in _UPPER_KIB if size <= upper * 1024), "more")] += 1
@@ -233,11 +213,7 @@ def _read_bytes(path: str) -> int:
 
 
 def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) -> tuple[list[str], Path | None, str]:
-    """Write files into an LMDB, as many as the time and the disk allow.
-
-    Returns:
-        The files, the database or None, and why there is none.
-    """
+    """Write as many files as time and disk allow into an LMDB: the files, the database or None, and why none."""
     until_s, room = clock() + _COLLECT_S, shutil.disk_usage(folder).free // 4
     taken: list[str] = []
     total = 0
@@ -353,14 +329,7 @@ def _file(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
 
 
 def _measure(read: _Read, order: Sequence[int], files: Sequence[str], clock: Callable[[], float]) -> ReadRates:
-    """Read samples batch by batch, first with the page cache emptied of their files, then again.
-
-    Args:
-        read: reads those of a batch, as a loader's worker does.
-        order: the samples, in the order in which they are read.
-        files: where they lie.
-        clock: seconds.
-    """
+    """Read batch by batch, as a loader's worker does, first with the page cache emptied of ``files``, then again."""
     _forget(files)
     before = blocks_read()
     done, cold_bytes, cold_s = _run(read, order, clock)

@@ -18,11 +18,7 @@ _WORTH_IT: Final = 1.5
 
 
 def data_check(data: DataFacts) -> Check:
-    """How fast samples of a dataset are read at random.
-
-    Args:
-        data: what was measured.
-    """
+    """How fast samples of a dataset are read at random."""
     measured = _measured(data)
     found = _what(data)
     if data.read is None:
@@ -35,11 +31,7 @@ def data_check(data: DataFacts) -> Check:
 
 
 def lmdb_check(data: DataFacts) -> Check | None:
-    """What an LMDB of the same samples would bring, measured with one of a part of them; None without such.
-
-    Args:
-        data: what was measured.
-    """
+    """What an LMDB of the same samples would bring, measured with one of a part of them; None without such."""
     if data.kind != "folder" or data.read is None:
         return None
     if data.as_lmdb is None:

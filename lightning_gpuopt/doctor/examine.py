@@ -29,14 +29,9 @@ _DATA_S: Final = 60.0
 
 
 def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list[Check]:
-    """Look at GPUs, host and versions, and at a dataset where one is given.
+    """Look at GPUs, host and versions, and at a dataset where a path is given; OSError where that is no folder or file.
 
-    Args:
-        data: path of a dataset.
-        probe: the command that asks CUDA; None: ours.
-
-    Raises:
-        OSError: there is nothing at the path of the dataset, or neither a folder nor a file.
+    ``probe`` is the command that asks CUDA; None: ours.
     """
     silent = ""
     if data is not None:

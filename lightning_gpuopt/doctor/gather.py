@@ -45,14 +45,7 @@ def free_cpus(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> float | None:
-    """CPUs that are idle just now, of those that this process may use; None where that cannot be read.
-
-    Args:
-        proc: where procfs is mounted.
-        cgroup_root: where the cgroup file systems are mounted.
-        sleep: waits for the seconds between two readings.
-        clock: seconds, monotonic.
-    """
+    """CPUs that are idle just now, of those that this process may use; None where that cannot be read."""
     watch = HostWatch(proc=proc, cgroup_root=cgroup_root, clock=clock)
     watch.read()
     sleep(_IDLE_OVER_S)
@@ -66,14 +59,7 @@ def host_facts(
     cgroup_root: Path = Path("/sys/fs/cgroup"),
     shm: Path = Path("/dev/shm"),
 ) -> HostFacts:
-    """What the host leaves to a training process.
-
-    Args:
-        free: from :func:`free_cpus`.
-        proc: where procfs is mounted.
-        cgroup_root: where the cgroup file systems are mounted.
-        shm: where shared memory is mounted.
-    """
+    """What the host leaves to a training process; ``free`` is from :func:`free_cpus`."""
     from lightning_gpuopt.telemetry.resources import available_memory
 
     quota = quota_cpus(cgroup_root, proc)
@@ -103,15 +89,7 @@ def host_facts(
 
 
 def memory_rates(host: HostFacts, clock: Callable[[], float] = time.perf_counter) -> MemoryRates | None:
-    """Measure copies within memory, with one thread and with all; takes about half a second.
-
-    Args:
-        host: its CPUs, and what memory is left.
-        clock: seconds.
-
-    Returns:
-        None where there is too little memory for it.
-    """
+    """Copies within memory, with one thread and with all, in half a second; None where there is too little memory."""
     import torch
 
     if host.memory_available_mib is not None and host.memory_available_mib < _MEMORY_LEFT_MIB:
@@ -138,11 +116,7 @@ def memory_rates(host: HostFacts, clock: Callable[[], float] = time.perf_counter
 
 
 def torch_facts() -> TorchFacts:
-    """The torch that is installed; imports it.
-
-    Raises:
-        Exception: whatever an installation that is broken raises.
-    """
+    """The torch that is installed; imports it, so a broken installation may raise anything."""
     import torch
     import torch.multiprocessing
 
@@ -162,11 +136,7 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
 
 
 class CudaProbe:
-    """Asks CUDA in a process of its own, which may hang or die.
-
-    Args:
-        command: what prints the facts as a line of JSON.
-    """
+    """Asks CUDA in a process of its own, which may hang or die; its command prints the facts as a line of JSON."""
 
     def __init__(self, command: Sequence[str] = _PROBE) -> None:
         self._process = subprocess.Popen(
@@ -174,11 +144,7 @@ class CudaProbe:
         )
 
     def result(self, timeout_s: float) -> CudaFacts:
-        """What it found.
-
-        Args:
-            timeout_s: after so many seconds it is ended.
-        """
+        """What it found; after so many seconds it is ended."""
         try:
             printed, _ = self._process.communicate(timeout=timeout_s)
         except subprocess.TimeoutExpired:

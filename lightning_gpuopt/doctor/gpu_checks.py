@@ -31,13 +31,7 @@ def link_gb_s(generation: float, lanes: float) -> float | None:
 
 
 def torch_check(torch: TorchFacts, nvml: NvmlHealth, cuda: CudaFacts | None) -> Check:
-    """Whether torch can use the GPUs that there are.
-
-    Args:
-        torch: the build.
-        nvml: what NVML reported.
-        cuda: what torch's CUDA said; None for a build without.
-    """
+    """Whether torch can use the GPUs that there are; ``cuda`` is None for a build without."""
     measured: dict[str, Any] = {"torch": torch.version, "gpus": _physical(nvml)}
     measured |= {"torch_cuda": _dotted(torch.cuda)} if torch.cuda else {}
     measured |= {"driver": nvml.driver} if nvml.driver else {}
@@ -108,12 +102,9 @@ def visible_check(nvml: NvmlHealth) -> Check | None:
 
 
 def gpu_checks(gpu: GpuHealth, *, has_instances: bool = False, copies: CopyRates | None = None) -> Iterator[Check]:
-    """What one GPU's settings and state say.
+    """What one GPU's settings and state say; ``has_instances``: NVML lists MIG instances of it.
 
-    Args:
-        gpu: what NVML reported of it.
-        has_instances: whether NVML lists MIG instances of it.
-        copies: to it, and its PCIe link meanwhile; None where they were not measured.
+    ``copies`` has its PCIe link while they ran, too; None where they were not measured.
     """
     name, index, values = f"gpu{gpu.device.index}", int(gpu.device.index), gpu.values
     makers = (
@@ -133,13 +124,7 @@ def gpu_checks(gpu: GpuHealth, *, has_instances: bool = False, copies: CopyRates
 
 
 def copies_check(index: int, rates: CopyRates, values: Mapping[str, float]) -> Check:
-    """Whether copies to a GPU are as fast as its link.
-
-    Args:
-        index: of the GPU, in NVML.
-        rates: what was measured.
-        values: what NVML reported of the GPU.
-    """
+    """Whether copies to a GPU, by its index in NVML, are as fast as its link."""
     measured: dict[str, Any] = {
         "pinned_gb_s": round(rates.pinned_gb_s, 1),
         "pageable_gb_s": round(rates.pageable_gb_s, 1),

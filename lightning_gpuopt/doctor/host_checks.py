@@ -32,13 +32,7 @@ _TENSORS: Final = 8
 
 
 def host_checks(host: HostFacts, torch: TorchFacts | None, gpus: int) -> Iterator[Check]:
-    """What the host leaves to training.
-
-    Args:
-        host: the machine and the container.
-        torch: the torch that is installed; None where there is none.
-        gpus: GPUs that are visible; each rank has its own workers.
-    """
+    """What the host leaves to training on so many visible GPUs: each rank has its own workers."""
     yield _cpus(host, gpus)
     yield _free(host)
     if torch is not None:

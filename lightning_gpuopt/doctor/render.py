@@ -18,16 +18,7 @@ _COLUMN: Final = max(map(len, _HEADING.values())) + 1
 
 
 def render_checks(checks: Sequence[Check], width: int = 80) -> str:
-    """Draw the checks as plain text, problems first.
-
-    Args:
-        checks: what was found.
-        width: columns of the terminal.
-
-    Returns:
-        A line of how many there are of each kind, then for each what was found, why it matters and what solves it,
-        without a newline at the end.
-    """
+    """Draw the checks as plain text of so many columns: how many of each kind, then each, problems first."""
     lines = [_summary(checks)]
     for check in by_weight(checks):
         parts = [f"{check.name}: {check.found}"]

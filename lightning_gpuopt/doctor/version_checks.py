@@ -33,12 +33,7 @@ LOOKED_AT: Final = (
 
 
 def version_checks(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Iterator[Check]:
-    """What the installed versions say.
-
-    Args:
-        versions: by the name of the distribution, of those in :data:`LOOKED_AT` that are installed.
-        driver_cuda: the newest CUDA that the driver runs; None where that is not known.
-    """
+    """What the installed versions say, by distribution; ``driver_cuda`` is the newest that the driver runs, or None."""
     yield _lightning(versions)
     yield _nvml(versions)
     dali = _dali(versions, driver_cuda)
