@@ -23,10 +23,8 @@ def as_it_is(batch: Any) -> Any:
 class Collate:
     """Torch's ``default_collate``, with an error that names the samples which do not go together.
 
-    Args:
-        memory_format: Of batches of images whose samples are in channels-last memory: as they are, which takes a third
-            of the time, or contiguous.
-        names: Gives the name of the sample at a position of the last batch; None: they have none.
+    `memory_format` is of batches of images whose samples are in channels-last memory: as they are, which takes a third
+    of the time, or contiguous. `names` gives the name of the sample at a position of the last batch.
     """
 
     def __init__(
@@ -36,11 +34,7 @@ class Collate:
         self.names = names
 
     def __call__(self, samples: list[Any]) -> Any:
-        """A batch of samples.
-
-        Raises:
-            RuntimeError: They are of different types or shapes, or cannot be batched; the text names them.
-        """
+        """A batch of samples; RuntimeError, with their names, where they do not go together or cannot be batched."""
         how = _CHANNELS_LAST if self.memory_format == "channels_last" else _CONTIGUOUS
         try:
             return collate(samples, collate_fn_map=how)

@@ -34,12 +34,7 @@ Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def with_decoder(dataset: Any, decoder: Decoder) -> Any:
-    """A copy of a dataset, all of whose images go through `decoder`; None where that cannot be.
-
-    Args:
-        dataset: One whose class has such a method, or Subsets and ConcatDatasets of such.
-        decoder: See above.
-    """
+    """A copy of a dataset, all of whose images go through `decoder`; None where that cannot be."""
     if not all(offers(leaf, "with_decoder") for leaf in leaves(dataset)):
         return None
     return _mapped(dataset, lambda leaf: leaf.with_decoder(decoder))
@@ -101,12 +96,7 @@ def duplicate(dataset: Any) -> Any:
 
 
 def gathered(dataset: Any) -> Any:
-    """What takes whole batches from a dataset, or None.
-
-    Args:
-        dataset: One with a method ``gather``, or Subsets and ConcatDatasets of such; subclasses that change what a
-            sample is are not gathered.
-    """
+    """What takes whole batches from a dataset, or None; subclasses that change what a sample is are not gathered."""
     if not _is_plain(dataset) or not all(offers(leaf, "gather") for leaf in leaves(dataset)):
         return None
     datasets, indices = _flat(dataset)
@@ -152,12 +142,7 @@ def runs_our_code_only(dataset: Any) -> bool:
 
 
 def positions(subset: Subset[Any]) -> Indices:
-    """A Subset's indices, counted from the beginning.
-
-    Raises:
-        TypeError: They are no whole numbers.
-        IndexError: There is no such sample.
-    """
+    """A Subset's indices, counted from the beginning; TypeError: no whole numbers, IndexError: no such sample."""
     given = np.asarray(subset.indices)
     size = len(subset.dataset)  # type: ignore[arg-type]
     if given.size and not np.issubdtype(given.dtype, np.integer):
@@ -236,11 +221,7 @@ def mean_bytes(dataset: Any) -> int | None:
 
 
 def targets_of(dataset: Any) -> np.ndarray[Any, Any]:
-    """The label of each sample, without reading the samples.
-
-    Raises:
-        TypeError: The dataset does not know.
-    """
+    """The label of each sample, without reading the samples; TypeError where the dataset does not know."""
     if isinstance(dataset, Subset) and _finds_as(dataset, Subset):
         return targets_of(dataset.dataset)[positions(dataset)]
     if isinstance(dataset, ConcatDataset) and _finds_as(dataset, ConcatDataset):
@@ -255,17 +236,7 @@ def targets_of(dataset: Any) -> np.ndarray[Any, Any]:
 
 
 def balanced_weights(targets: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """For each sample the inverse of how many have its label: every class is drawn equally often.
-
-    Args:
-        targets: Labels, shape ``[num_samples]``.
-
-    Returns:
-        float64, shape ``[num_samples]``.
-
-    Raises:
-        ValueError: Labels are not single values.
-    """
+    """For each sample the inverse of how many have its label (float64); ValueError where labels are no numbers."""
     if targets.ndim != 1 or targets.dtype.kind not in "biufU":
         raise ValueError(
             f"weights='balanced' wants one label a sample, a number or a text; got {targets.dtype} of shape "

@@ -35,24 +35,16 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     """A DataLoader that shows its `ElasticSampler` as its sampler.
 
     With a `batch_sampler`, torch's own puts a meaningless sequential sampler there, which Lightning would replace.
-
-    Attributes:
-        draws_random_state: Whether the training process's random state may change when it takes a batch.
-        keeps_readers: Whether each sample must be read by the same worker in every run, since workers hold random
-            generators of their own: then torch's workers load, which have fixed batches.
-        pins_in_place: Whether, where `pin_memory` is set, the memory that loader processes fill is page-locked itself,
-            and not copied: nothing else than Lightning and this package may copy batches to a device.
-        is_outpaced: Whether loader processes were found to be slower than torch's workers.
-        cpus: CPUs that loader processes may share; they are as many as is found to be best, with threads. 0: there are
-            `num_workers` of them.
     """
 
-    draws_random_state = True
+    draws_random_state = True  # the training process's random state may change when it takes a batch
     iterates_as_torch = True
+    # each sample has the same worker in every run: workers hold generators of their own, so torch's load
     keeps_readers = False
+    # with `pin_memory` the loader processes' memory is page-locked itself: nobody else may copy batches
     pins_in_place = False
-    is_outpaced = False
-    cpus = 0
+    is_outpaced = False  # loader processes were found to be slower than torch's workers
+    cpus = 0  # that loader processes may share, as many and with threads as is best; 0: there are `num_workers` of them
 
     @property
     def shares_cpus(self) -> bool:
@@ -166,24 +158,12 @@ def make_loader(
     persistent_workers: bool | None = None,
     prefetch_factor: int | None = None,
 ) -> ElasticLoader:
-    """A loader for a dataset in an elastic order.
+    """A loader for any map-style dataset in an elastic order; what a dataset may offer is in `loading/datasets.py`.
 
-    Args:
-        dataset: Any map-style dataset; what it may offer is in `lightning_gpuopt.loading.datasets`.
-        sampler: Which samples this rank gets; its order counts the dataset's samples.
-        crops: What decodes and crops the images of a dataset that lets others decode them.
-        skipped: Notes the samples that cannot be read and are left out; None: they are errors.
-        collate_fn: Makes a batch of samples; None: torch's way.
-        memory_format: Of images that this package decodes; others are collated as they come.
-        num_workers: Loader processes, or worker processes where samples have no fixed layout in a batch. None: none
-            where batches are gathered faster without, else as are best for `workers_if_needed` CPUs.
-        workers_if_needed: See `num_workers`.
-        pin_memory: Batches in page-locked memory.
-        persistent_workers: Keep the workers between epochs; None: where there are workers.
-        prefetch_factor: Batches each worker makes ahead.
-
-    Raises:
-        TypeError: There are `crops`, and the dataset lets nobody else decode its images.
+    `num_workers` are loader processes, or torch's workers where samples have no fixed layout in a batch; None: none
+    where batches are gathered faster without, else as are best for `workers_if_needed` CPUs. Without `skipped`
+    unreadable samples are errors. `memory_format` is of images that this package decodes. TypeError: `crops`, but the
+    dataset lets nobody else decode its images.
     """
     batch_sampler = ElasticBatchSampler(sampler, sampler.batch_size, sampler.drop_last)
     source: Any = None

@@ -25,19 +25,10 @@ _DECODERS: Final[dict[str, Decoder]] = {
 
 
 class ImageFolder(Dataset[Any]):
-    """The image files of a folder: samples are ``(image, label)``, or images alone where there are no class folders.
+    """The image files of a folder: ``(image, label)`` as torchvision has it, or images alone without class folders.
 
-    Args:
-        path: A folder with a subfolder of images for each class; labels and order are torchvision's.
-        transform: Applied to the image.
-        target_transform: Applied to the label.
-        decode: ``"pil"`` RGB images, ``"tensor"`` uint8 ``[3, H, W]``, both upright, or ``"raw"`` the files' bytes.
-        need_classes: Images must lie in class subfolders; else a folder that has images in itself has no labels.
-        files: The folder's files, where they have been listed already.
-
-    Raises:
-        FileNotFoundError: There is no such folder.
-        ValueError: There is no image in it.
+    `decode` is ``"pil"`` RGB images, ``"tensor"`` uint8 ``[3, H, W]``, both upright, or ``"raw"`` the files' bytes.
+    Without `need_classes` a folder that has images in itself has no labels. FileNotFoundError, ValueError (no image).
     """
 
     def __init__(
@@ -64,13 +55,7 @@ class ImageFolder(Dataset[Any]):
         return f"ImageFolder({str(self.path)!r}, {len(self)} images{classes}, decode={self.decode!r})"
 
     def __getitem__(self, index: int) -> Any:
-        """A sample.
-
-        Raises:
-            IndexError: There is no such sample.
-            OSError: Its file cannot be read.
-            CorruptSampleError: It is no image that can be decoded.
-        """
+        """A sample; OSError where its file cannot be read, CorruptSampleError where it cannot be decoded."""
         size = len(self.files)
         at = index + size if index < 0 else index
         if not 0 <= at < size:
@@ -117,11 +102,7 @@ class ImageFolder(Dataset[Any]):
 
     @cached_property
     def targets(self) -> Labels:
-        """The label of each sample, without reading images.
-
-        Raises:
-            AttributeError: There are no class subfolders.
-        """
+        """The label of each sample, without reading images; AttributeError without class subfolders."""
         if self.files.classes is None:
             raise AttributeError(f"{self.path}: there are no class subfolders, and so no labels")
         return Labels(self.files.labels())

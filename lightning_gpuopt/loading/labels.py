@@ -12,9 +12,6 @@ class Labels(Sequence[Any]):
     """Whole numbers, read-only: Python ints (or bools) by index and in loops, a list by slice, equal to a list of them.
 
     ``np.asarray`` gives int64 (or bool), as of a list. That would take 8 to 40 bytes for each; this takes its array's.
-
-    Args:
-        values: Integers or bools, shape ``[num_samples]``.
     """
 
     __hash__ = None  # type: ignore[assignment]  # as a list

@@ -47,18 +47,10 @@ def _splitmix_all(x: _Words) -> _Words:
 
 
 def permute(positions: Indices, size: int, key: int) -> Indices:
-    """Where a keyed permutation of ``range(size)`` puts these positions.
+    """Where a keyed permutation of ``range(size)`` puts these positions, int64.
 
     A small range is shuffled outright. For a large one: a Feistel network over a rectangle that holds the range, walked
     on until it is back in the range (Black and Rogaway 2002, Ciphers with arbitrary finite domains).
-
-    Args:
-        positions: int64, each in ``range(size)``.
-        size: How many there are in all.
-        key: Which permutation.
-
-    Returns:
-        int64, as many as `positions`; each in ``range(size)``.
     """
     if size <= _TABLE_SIZE:
         return _table(size, key)[positions]
@@ -90,16 +82,10 @@ def _feistel(x: _Words, sides: tuple[np.uint64, np.uint64], keys: list[np.uint64
 class Order:
     """The order in which an epoch gives a dataset's samples.
 
-    Args:
-        num_samples: Samples in the dataset.
-        seed: Seed of all epochs.
-        shuffle: Random; else as they lie.
-        window: Samples among which the shuffle mixes. Neighbours are then read together: an epoch goes through
-            windows, each made of runs of neighbouring samples from random places. None: over all samples.
-        weights: Relative weight of each sample, shape ``[num_samples]``: an epoch is then `num_samples` draws with
-            replacement, and `window` has no effect.
-        run: Samples that a run of neighbours has at most; None: 1/64 of a window. Shorter ones mix better where
-            neighbours are alike, as the classes of a folder are.
+    The shuffle mixes among `window` samples (None: all), each made of runs of neighbours from random places, which are
+    then read together; a run has at most `run` samples (None: 1/64 of a window). Shorter runs mix better where
+    neighbours are alike, as the classes of a folder are. With relative `weights`, ``[num_samples]``, an epoch is
+    `num_samples` draws with replacement, and `window` has no effect.
     """
 
     def __init__(
@@ -125,15 +111,7 @@ class Order:
         return self._cumulated is not None
 
     def at(self, epoch: int, positions: Indices) -> Indices:
-        """The samples at these positions of an epoch.
-
-        Args:
-            epoch: Which epoch.
-            positions: int64, each in ``range(num_samples)``.
-
-        Returns:
-            Indices of samples, int64.
-        """
+        """The samples at these positions, each in ``range(num_samples)``, of an epoch; int64."""
         key = mix(self.seed, epoch)
         if self._cumulated is not None:
             draws = _splitmix_all(_splitmix_all(positions.astype(np.uint64)) ^ np.uint64(key))

@@ -39,13 +39,7 @@ def num_steps(left: int, world_size: int, batch_size: int, drop_last: bool, larg
 
 
 class BatchIndices(list[int]):
-    """A batch's indices, with their epoch and their places in it: randomness that depends on these is elastic too.
-
-    Args:
-        indices: Of the samples.
-        epoch: Which epoch they belong to.
-        first: Position in the epoch of the first; the others follow it.
-    """
+    """A batch's indices, with their epoch and the position of the first in it: randomness by these is elastic too."""
 
     def __init__(self, indices: Iterable[int], epoch: int, first: int = 0) -> None:
         super().__init__(indices)
@@ -61,18 +55,9 @@ class ElasticSampler(DistributedSampler[int]):
 
     Every sample of an epoch goes to one rank, once: where the samples do not divide evenly, the last batches are
     smaller, and all ranks still have the same number of them. Only where that cannot be had (fewer samples than ranks,
-    or batches of one) do samples go to more than one rank; `padding` tells how many.
-
-    It is a `DistributedSampler` so that Lightning leaves it in place. Where nobody ever calls `set_epoch`, as in a
-    plain loop, each iteration is the next epoch, as with a `RandomSampler`.
-
-    Args:
-        order: The order of the samples.
-        batch_size: Samples a rank and step.
-        rank: This process' rank.
-        world_size: Number of ranks.
-        drop_last: Leave out what does not make a full batch for every rank.
-        larger_last: With batches of one, the last one of a rank may have two samples, so that none goes to two ranks.
+    or batches of one without `larger_last`) do samples go to more than one rank; `padding` tells how many. It is a
+    `DistributedSampler` so that Lightning leaves it in place. Where nobody ever calls `set_epoch`, as in a plain loop,
+    each iteration is the next epoch, as with a `RandomSampler`.
     """
 
     def __init__(
@@ -114,12 +99,10 @@ class ElasticSampler(DistributedSampler[int]):
             self.on_epoch(self.num_batches())
 
     def resume(self, epoch: int, consumed: int, steps: int) -> None:
-        """Begin in the middle of an epoch; where nothing is left of it, with the next.
+        """Begin in the middle of an epoch (others are whole); where nothing is left of it, with the next.
 
-        Args:
-            epoch: Which epoch; others are given whole.
-            consumed: Samples that all ranks together have had of it.
-            steps: Steps that took them; they count in ``len`` so that it agrees with the Trainer's progress.
+        `consumed` samples are those of all ranks; `steps` took them, and count in ``len`` so that it agrees with the
+        Trainer's progress.
         """
         self._start = (epoch, consumed, steps)
         self.iterated_epoch = epoch
@@ -241,13 +224,9 @@ class ElasticBatchSampler(BatchSampler):
     """Batches of an `ElasticSampler`; of another sampler, as torch's BatchSampler makes them.
 
     Lightning puts a plain sequential sampler in for ``overfit_batches``.
-
-    Attributes:
-        announce: Called with each batch's indices, `ahead` batches before that batch is given out; None: nobody is.
-        ahead: See `announce`.
     """
 
-    announce: Callable[[Sequence[int]], None] | None = None
+    announce: Callable[[Sequence[int]], None] | None = None  # gets a batch's indices, `ahead` batches early
     ahead = 2
 
     def __iter__(self) -> Iterator[list[int]]:

@@ -41,16 +41,8 @@ class EpochSamples(Dataset[Any]):
     A random crop depends on the seed, the epoch and the position in it only: the same on any number of workers and
     ranks, after a resume, and another one each time that a sample is drawn. So do the random numbers that a transform,
     or a dataset of the user's, draws from the global states of torch, numpy and Python; generators of their own are
-    theirs.
-
-    Args:
-        dataset: Where the samples come from.
-        crops: What its images are decoded and cropped by; None: by the dataset itself.
-        seed: Seed of the crops.
-        skipped: Where samples are noted that are left out because they cannot be read; None: they are errors.
-
-    Raises:
-        TypeError: Crops are asked for, and the dataset's images cannot be decoded by others.
+    theirs. Without `skipped` unreadable samples are errors. TypeError: `crops`, but others cannot decode the dataset's
+    images.
     """
 
     def __init__(
@@ -82,11 +74,7 @@ class EpochSamples(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """The samples of a batch, without those that are skipped.
-
-        Raises:
-            CorruptSampleError: A sample cannot be read; where such are skipped, none of the batch can.
-        """
+        """A batch without the samples that are skipped; CorruptSampleError where none is left, or skipped."""
         epoch, first = (indices.epoch, indices.first) if isinstance(indices, BatchIndices) else (0, 0)
         self.read_ahead(indices)
         samples = []
@@ -107,16 +95,7 @@ class EpochSamples(Dataset[Any]):
         read_ahead(self.dataset, indices)
 
     def read(self, index: int, epoch: int, position: int) -> Any:
-        """A sample, or `Skipped`.
-
-        Args:
-            index: Which.
-            epoch: The epoch in which it is drawn.
-            position: How many are drawn before it in the epoch.
-
-        Raises:
-            CorruptSampleError: It cannot be read, and such are not skipped.
-        """
+        """A sample at a position of an epoch, or `Skipped`; CorruptSampleError where unreadable ones are errors."""
         if self.crops is not None:
             self.crops.begin(mix(self.seed, epoch, position))
         if self.seeds:
@@ -141,11 +120,7 @@ class EpochSamples(Dataset[Any]):
 
 
 class Skipped:
-    """A sample that cannot be read and is left out.
-
-    Args:
-        error: What reading it raised.
-    """
+    """A sample that cannot be read and is left out, with what reading it raised."""
 
     def __init__(self, error: Exception) -> None:
         self.error = error
@@ -167,11 +142,7 @@ _SAMPLE, _COLLATION = 1, 2
 
 
 def seed_all(key: int) -> None:
-    """Seed the random numbers of torch, numpy and Python that have no generator of their own.
-
-    Args:
-        key: 64 bits.
-    """
+    """Seed the random numbers of torch, numpy and Python that have no generator of their own, with 64 bits."""
     torch.default_generator.manual_seed(key)  # torch.manual_seed, which sees to every device, takes 90 times as long
     np.random.seed(key & 0xFFFFFFFF)
     random.seed(key)
@@ -188,12 +159,7 @@ def given_back() -> Iterator[None]:
 
 
 class SeededCollate:
-    """A user's ``collate_fn``, whose random numbers depend on the seed, the epoch and the batch's first position.
-
-    Args:
-        collate_fn: The user's.
-        samples: Where its samples come from.
-    """
+    """A user's ``collate_fn``, whose random numbers depend on the seed, the epoch and the batch's first position."""
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], samples: EpochSamples) -> None:
         self.collate_fn = collate_fn
@@ -207,11 +173,7 @@ class SeededCollate:
 
 
 class SkippedSamples:
-    """A list, in a file, of samples that could not be read; workers and ranks add to it, the training process reads it.
-
-    Args:
-        path: Of the file (CSV: name, reason); it is made when there is something to write.
-    """
+    """A CSV list (name, reason) of unreadable samples; workers and ranks add to it, the training process reads it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

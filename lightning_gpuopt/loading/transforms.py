@@ -20,19 +20,9 @@ def transformed(
 ) -> Any:
     """A sample after its transforms.
 
-    A sample of two parts whose second is a label (a number, a text, bytes, None, a vector) has its first part given to
-    `transform`. Others are given to it whole: (image, mask), (image, {"boxes": ...}), dicts, longer tuples.
-    `target_transform` gets the second part of two, afterwards.
-
-    Args:
-        sample: As the dataset has it.
-        transform: Of the image, or of the whole sample.
-        target_transform: Of the second of two parts.
-        where: The dataset's name, for messages.
-        rich: The second part is no label, whatever it looks like.
-
-    Raises:
-        ValueError: There is a `target_transform`, but no second part.
+    A sample of two parts whose second is a label (a number, a text, bytes, None, a vector; never with `rich`) has its
+    first part given to `transform`. Others are given to it whole: (image, mask), (image, {"boxes": ...}), dicts, longer
+    tuples. `target_transform` gets the second part of two, afterwards; ValueError where there is none.
     """
     pair = type(sample) in (tuple, list) and len(sample) == 2
     if transform is not None:

@@ -47,13 +47,7 @@ class LookAhead:
         self._noted_ns = 0
 
     def note(self, work_ns: float, longest_ns: int, now_ns: int) -> None:
-        """Another batch is whole.
-
-        Args:
-            work_ns: nanoseconds in which all threads together make such a batch.
-            longest_ns: nanoseconds of its slowest sample.
-            now_ns: by a clock.
-        """
+        """Another batch is whole: ns in which all threads make one, ns of its slowest sample, and the clock in ns."""
         self._last.append((work_ns, longest_ns, now_ns - self._noted_ns))
         self._noted_ns = now_ns
 
@@ -68,15 +62,10 @@ class LookAhead:
 
 
 class Costs:
-    """Measures what this thread does from `begin` to `end`.
-
-    Attributes:
-        held: share of the time in which it holds the interpreter lock (GIL), 0-1.
-        blocked: share of the time in which it waits for something other than a CPU, 0-1.
-    """
+    """Measures what this thread does from `begin` to `end`."""
 
     def __init__(self) -> None:
-        self.held = self.blocked = 0.0
+        self.held = self.blocked = 0.0  # shares of the time, 0-1: it holds the GIL; it waits for other than a CPU
 
         self._thread: threading.Thread | None = None
 

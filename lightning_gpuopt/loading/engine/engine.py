@@ -71,26 +71,12 @@ class NotYet(Exception):
 class Engine:
     """Loader processes, and the thread that feeds them.
 
-    Args:
-        loader: the DataLoader; its dataset reads single samples, or copies records.
-        first: the indices of the first batch.
-        base_seed: of torch's random numbers in workers.
-        pins: whether batches are in page-locked memory.
-        device: what they are copied to later.
-
-    Attributes:
-        pool: the loader processes.
-        readers: threads of all of them.
-        ahead: batches that are made ahead at least.
-        taken: batches that the training thread has taken so far.
-        collated: batches that were collated here, since they have samples that are not like the first one.
-
-    Raises:
-        CannotServe: Samples have no fixed layout in a batch.
-        RuntimeError: A process has died before it had read a sample.
+    `first` are the indices of the first batch; `pins` is whether batches are in page-locked memory. CannotServe where
+    samples have no fixed layout in a batch; RuntimeError where a process died before it had read one.
     """
 
     def __init__(self, loader: Any, first: Any, base_seed: int, pins: bool, device: str | None) -> None:
+        # batches that the training thread has taken; those made here, as their samples are not like the first one
         self.taken = self.collated = 0
         self._pins, self._device = pins, device
         uses_cuda = pins or torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -101,7 +87,7 @@ class Engine:
         self._prefetch_factor = loader.prefetch_factor
         # There are slots for processes that are added later, too.
         self._slots = min(_MOST_SLOTS, max(_LEAST_SLOTS, self._prefetch_factor * (loader.num_workers + _ADDED)))
-        self.ahead = self._fitting = self._slots
+        self.ahead = self._fitting = self._slots  # batches that are made ahead at least
         # The last batch of a rank may be larger by one.
         self._size = max(loader.batch_sampler.batch_size + 1, len(first))
         self._control = Control(self._slots, self._size, loader.num_workers * self._most_threads + _ADDED)
@@ -176,14 +162,7 @@ class Engine:
         return number
 
     def begin(self, indices: Iterator[Any]) -> Batches:
-        """Begin an epoch; what is left of the one before is dropped.
-
-        Args:
-            indices: of each batch; they are drawn in the feeding thread.
-
-        Returns:
-            Its batches.
-        """
+        """The batches of a new epoch, whose indices the feeding thread draws; what is left of the last is dropped."""
         if self._failure is not None:
             raise self._failure
         batches: Batches = queue.SimpleQueue()

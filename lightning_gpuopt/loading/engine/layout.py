@@ -23,17 +23,11 @@ _NUMBERS: Final[dict[type, Any]] = {int: torch.int64, float: torch.float64, bool
 
 
 class Column(NamedTuple):
-    """A part of every sample in a batch.
-
-    Attributes:
-        dtype: as in the batch.
-        shape: of one sample's part, as it lies in memory.
-        is_channels_last: ``shape`` is [H, W, C], and the batch [B, C, H, W].
-    """
+    """A part of every sample in a batch."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
-    is_channels_last: bool = False
+    shape: tuple[int, ...]  # of one sample's part, as it lies in memory
+    is_channels_last: bool = False  # ``shape`` is [H, W, C], and the batch [B, C, H, W]
 
     @property
     def row_bytes(self) -> int:
@@ -48,10 +42,8 @@ class _Other(Exception):
 class Layout:
     """Where the parts of each sample lie in a batch.
 
-    Args:
-        columns: the parts.
-        tree: how they make up a sample; None: nobody puts samples into rows one by one.
-        assemble: makes the batch of its columns, in the process that it is given in.
+    With `tree` None nobody puts samples into rows one by one; `assemble` makes the batch of its columns, in the process
+    that it is given in.
     """
 
     def __init__(self, columns: Sequence[Column], tree: Any, assemble: Callable[[Any], Any] | None = None) -> None:
@@ -61,12 +53,7 @@ class Layout:
 
     @classmethod
     def of(cls, sample: Any, collate: Callable[[list[Any]], Any]) -> Layout | None:
-        """The layout of a dataset's samples, by one of them; None where it has parts that have no fixed layout.
-
-        Args:
-            sample: of the dataset.
-            collate: makes a batch of samples.
-        """
+        """The layout of a dataset's samples, by one of them; None where it has parts that have no fixed layout."""
         columns: list[Column] = []
         try:
             return cls(columns, _tree(sample, collate([sample]), columns))

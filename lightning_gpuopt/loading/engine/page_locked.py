@@ -32,21 +32,16 @@ class PinnableMapping(mmap.mmap):
         return self._registered_by == os.getpid()
 
     def register(self) -> None:
-        """Lock its pages, for copies to this thread's device.
-
-        Raises:
-            RuntimeError: CUDA cannot.
-        """
+        """Lock its pages, for copies to this thread's device; RuntimeError where CUDA cannot."""
         if not self.is_registered:
             self._device = torch.cuda.current_device()
             self._call("cudaHostRegister", len(self), _PORTABLE)
             self._registered_by = os.getpid()
 
     def unregister(self) -> None:
-        """Unlock its pages; no device may be reading them.
+        """Unlock its pages, which no device may be reading; RuntimeError, still registered, where CUDA cannot now.
 
-        Raises:
-            RuntimeError: CUDA cannot now, as while another thread captures a CUDA graph. It stays registered.
+        As while another thread captures a CUDA graph.
         """
         if self.is_registered:
             with torch.cuda.device(self._device):  # another thread may never have used a device

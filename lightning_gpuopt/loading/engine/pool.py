@@ -36,29 +36,14 @@ class LoaderPool:
 
     Once they have been given something to read, all but `resize` and `end` is for one thread, which calls `wait` again
     and again.
-
-    Args:
-        loader: the DataLoader.
-        control: what is read, and by whom.
-        blocks: where batches lie.
-        base_seed: of torch's random numbers in workers.
-        most_threads: of a process.
-
-    Attributes:
-        processes: the loader processes, with those that have ended.
-        asked: batches that the processes were asked for so far.
-        given: batches of these that were handed over, or dropped.
-        threads: of each process.
-        ready: the batches whose samples are all in, by sequence.
-        dead: the process that has died last.
     """
 
     def __init__(self, loader: Any, control: Control, blocks: SharedFile, base_seed: int, most_threads: int) -> None:
-        self.asked = self.given = 0
-        self.threads = 1
-        self.processes: list[Any] = []
-        self.ready: set[int] = set()
-        self.dead: Any = None
+        self.asked = self.given = 0  # batches asked for so far, and those of them handed over, or dropped
+        self.threads = 1  # of each process
+        self.processes: list[Any] = []  # with those that have ended
+        self.ready: set[int] = set()  # the batches whose samples are all in, by sequence
+        self.dead: Any = None  # the process that has died last
         self._control, self._dataset, self._slots = control, loader.dataset, len(control.slots)
         self._connections: list[Connection] = []
         self._sent: dict[int, dict[int, Any]] = {}
@@ -125,13 +110,10 @@ class LoaderPool:
             self.watch(process.sentinel, partial(self._died, worker))
 
     def find_layout(self, timeout_s: float) -> tuple[Layout | None, int, Costs]:
-        """Have the first process read the first batch's first samples, whose indices are in slot 0.
+        """Have the first process read the first samples, whose indices are in slot 0, within `timeout_s`.
 
-        Returns:
-            Their layout in a batch (None: they have none); how many were read; what that took.
-
-        Raises:
-            RuntimeError: The process has died before it had read a sample, or takes longer than `timeout_s` seconds.
+        Gives their layout in a batch (None: they have none), how many were read, and what that took. RuntimeError where
+        the process died, or takes longer.
         """
         try:
             self._connections[0].send(READ_FIRST)
@@ -144,21 +126,13 @@ class LoaderPool:
             raise self._errors.pop(0, RuntimeError(text)) from None
 
     def send(self, layout: Layout, first: int = 0) -> None:
-        """Have processes, from the `first` one on, begin to take samples.
-
-        Args:
-            layout: of the samples in a batch.
-            first: the number of a process.
-        """
+        """Have processes, from number `first` on, begin to take samples of a layout."""
         for connection in self._connections[first:]:
             with contextlib.suppress(OSError):  # of one that has died
                 connection.send((layout, self.threads))
 
     def resize(self, processes: int, layout: Layout) -> int:
-        """Have so many processes from now on; how many there are then.
-
-        Those that are too many end when what they were asked for is done.
-        """
+        """Have so many processes from now on; how many there are then, as those too many end what they were asked."""
         here = len(self.running) - (self._told - self._gone)
         room = len(self._control.readers) // self.threads - len(self.processes)
         wanted = min(processes, here + room)
@@ -198,13 +172,7 @@ class LoaderPool:
     # -- what is to be read
 
     def ask(self, sequence: int, row: int, rows: int) -> None:
-        """Have a batch read whose indices are in its slot.
-
-        Args:
-            sequence: of the batch.
-            row: from which on.
-            rows: of a ticket.
-        """
+        """Have a batch read, from `row` on, by tickets of so many rows; its indices are in its slot."""
         slot = sequence % self._slots
         count = int(self._control.slots[slot, 1])
         self.asked = sequence + 1
@@ -269,12 +237,7 @@ class LoaderPool:
         return int(here[int(readers[here, 3].argmin())]) if here.size else None
 
     def sent(self, sequence: int, states: bytes) -> tuple[dict[int, Any], Any]:
-        """What was sent of a batch's samples, by row, and what reading one of them raised (None: nothing).
-
-        Args:
-            sequence: of the batch, whose rows are all done.
-            states: of its rows.
-        """
+        """What was sent of a finished batch's samples, by row, and what reading one of them raised (None: nothing)."""
         for worker in range(len(self.processes)):  # it was sent before the row was done
             self._receive_from(worker)
         sent = self._sent.pop(sequence, {})

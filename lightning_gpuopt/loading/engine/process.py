@@ -41,39 +41,22 @@ READ_FIRST: Final = "read the first sample"
 
 @dataclass
 class LoaderProcess:
-    """What a loader process gets.
-
-    Attributes:
-        samples: the dataset.
-        collate_fn: the loader's; it makes the first sample's batch, and is what others wrap to time workers.
-        control: what is to be read.
-        blocks: where batches lie.
-        tickets: the pipe with the samples to be read.
-        done: the pipe with the batches that are done.
-        worker_init_fn: the loader's.
-        base_seed: of torch's random numbers in workers.
-        num_workers: loader processes.
-        most_threads: of each.
-    """
+    """What a loader process gets."""
 
     samples: Any
+    # the loader's; it makes the first sample's batch, and others wrap it to time workers
     collate_fn: Callable[[Any], Any]
     control: Control
-    blocks: SharedFile
-    tickets: SharedFile
-    done: SharedFile
+    blocks: SharedFile  # where batches lie
+    tickets: SharedFile  # the pipe with the samples to be read
+    done: SharedFile  # the pipe with the batches that are done
     worker_init_fn: Callable[[int], object] | None
-    base_seed: int
+    base_seed: int  # of torch's random numbers in workers
     num_workers: int
-    most_threads: int
+    most_threads: int  # of each
 
     def run(self, worker: int, connection: Connection) -> None:
-        """The process's own ``main``.
-
-        Args:
-            worker: its number, from 0.
-            connection: to the training process; the layout comes out of it, and what fits no row goes into it.
-        """
+        """The ``main`` of process `worker` (from 0); the layout comes out of the connection, misfits go in."""
         self._worker, self._connection, self._sending = worker, connection, threading.Lock()
         self.control.begin()
         self._failed: Any = None
@@ -112,11 +95,7 @@ class LoaderProcess:
     # -- the first samples, which say how all of them lie, and what reading them takes
 
     def _first_samples(self) -> list[Any]:
-        """Read some samples of the first batch, and send their layout and their costs.
-
-        Returns:
-            What became of each that was read.
-        """
+        """Read some samples of the first batch, and send their layout and costs; what became of each."""
         layout: Layout | None = None
         read: list[Any] = []
         count = int(self.control.slots[0, 1])
@@ -248,13 +227,7 @@ class _InitFailed(Exception):
 
 
 class _Rows:
-    """A dataset for torch's fetcher, whose samples go into their rows as they are read.
-
-    Attributes:
-        reads_for: the dataset.
-        slot: the batch that they are of.
-        first: the row of the first.
-    """
+    """A dataset for torch's fetcher, whose samples go into their rows of a batch as they are read."""
 
     def __init__(self, process: LoaderProcess) -> None:
         self._process = process

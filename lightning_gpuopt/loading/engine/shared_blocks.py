@@ -44,11 +44,7 @@ def can_share() -> bool:
 
 
 class SharedFile:
-    """A descriptor that processes inherit, or are given as they are started.
-
-    Args:
-        fd: of an open file; it is closed with this object.
-    """
+    """A descriptor that processes inherit, or are given as they are started; closed with this object."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -70,29 +66,17 @@ def _received(fd: Any) -> SharedFile:
 
 
 class Control:
-    """What is to be read, by whom it is read, and what is done.
-
-    Args:
-        slots: batches that are on their way at once.
-        batch_size: samples of a batch at most.
-        readers: threads of all loader processes.
-        file: of the object in the process that made it; None: this is that one.
-
-    Attributes:
-        slots: int64 ``[slots, 7]``: sequence, samples, epoch, position of the first in it, block, ns of work, ns of its
-            longest piece.
-        indices: int64 ``[slots, batch_size]``: of the samples.
-        readers: int64 ``[readers, 4]``: the sequence of the batch that a thread reads for, from 1 on (0: none), its
-            first row, how many rows, and since when, in nanoseconds.
-    """
+    """What is to be read, by whom it is read, and what is done; `file` is None in the process that made it."""
 
     def __init__(self, slots: int, batch_size: int, readers: int, file: SharedFile | None = None) -> None:
         self._shape = slots, batch_size, readers
         sizes = [8 * 7 * slots, 8 * slots * batch_size, 8 * 4 * readers, slots * batch_size]
         self._file = SharedFile.in_memory("batches", sum(sizes)) if file is None else file
         self.bytes = mmap.mmap(self._file.fd, sum(sizes))
+        # sequence, samples, epoch, position of the first in it, block, ns of work, ns of its longest piece
         self.slots: Array = np.ndarray((slots, 7), np.int64, self.bytes)
         self.indices: Array = np.ndarray((slots, batch_size), np.int64, self.bytes, sizes[0])
+        # of each thread: its batch's sequence (from 1 on; 0: none), the first row, how many rows, since when in ns
         self.readers: Array = np.ndarray((readers, 4), np.int64, self.bytes, sum(sizes[:2]))
         self._states = sum(sizes[:3])
         self._batch_size = batch_size
@@ -126,10 +110,7 @@ class Control:
     def is_done(self, slot: int, sequence: int, work_ns: int = 0) -> bool:
         """Whether no row of a batch is left to do; of two that finish its last rows, at least one is told so.
 
-        Args:
-            slot: where it is.
-            sequence: of the batch; of one that has been taken meanwhile it is False.
-            work_ns: nanoseconds of a piece of work on it that has just been done.
+        `work_ns` has just been spent on it. False for a batch that has been taken meanwhile.
         """
         start = self._states + slot * self._batch_size
         # A lock that goes with the process that holds it. It does not know threads.
@@ -147,12 +128,7 @@ class Control:
 
 
 class Blocks:
-    """Memory of batches, by number, in one file that grows.
-
-    Args:
-        file: where they lie.
-        num_bytes: of a block.
-    """
+    """Memory of batches, by number, in one file that grows; a block has `num_bytes`."""
 
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         self.file = file
@@ -167,42 +143,31 @@ class Blocks:
 
 
 class _Lent:
-    """A block that was handed over.
-
-    Attributes:
-        number: of the block.
-        holder: what each tensor of the batch, and each view of one, holds; dead once nobody has any.
-        copied: what has to be over on the device before the block may be written to; None: not yet known.
-    """
+    """A block that was handed over."""
 
     __slots__ = ("copied", "holder", "number")
 
     def __init__(self, number: int, memory: memoryview, may_be_read: bool) -> None:
         self.number = number
+        # what each tensor of the batch, and each view of one, holds; dead once nobody has any
         self.holder = weakref.ref(memory)
+        # what must be over on the device before the block may be written to; None: not yet known
         self.copied: list[torch.cuda.Event] | None = None if may_be_read else []
 
 
 class BlockRing(Blocks):
     """The blocks in the training process: handed over with their batches, and used again when nobody has these.
 
-    Args:
-        file: as of `Blocks`.
-        num_bytes: as of `Blocks`.
-
-    Attributes:
-        streams: to which the training thread gives work, and on which it may copy batches.
-        most: beyond so many blocks copies are waited for, and it is said that batches are held.
-        spare: free blocks beyond so many give their memory back.
-        is_copied_here: whether batches are copied in this process before they are handed over, so that no device reads
-            the blocks; but for those that are registered.
-        registers: whether blocks are registered with CUDA as they are lent.
+    Beyond `most` blocks copies are waited for, and it is said that batches are held; free ones beyond `spare` give
+    their memory back.
     """
 
     def __init__(self, file: SharedFile, num_bytes: int) -> None:
         super().__init__(file, num_bytes)
-        self.streams: frozenset[Any] = frozenset()
+        self.streams: frozenset[Any] = frozenset()  # to which training gives work, and on which it may copy batches
         self.most = self.spare = 0
+        # Whether batches are copied here before they are handed over, so that no device reads the blocks (but for those
+        # that are registered), and whether blocks are registered with CUDA as they are lent.
         self.is_copied_here = self.registers = self._may_be_read = False
         self._number = 0
         self._free: list[int] = []
@@ -324,10 +289,9 @@ class BlockRing(Blocks):
             self._empty.add(number)
 
     def forking(self) -> SharedFile | None:
-        """This process is about to be forked: what it holds is not written to while the other process lives.
+        """What this process holds is not written to while the process to be forked lives, which keeps a pipe's end.
 
-        Returns:
-            The end of a pipe that the other process is to keep; None: it gets nothing that is held.
+        None: it gets nothing that is held.
         """
         with self._lock:
             held = [lent for lent in self._lent if lent.holder() is not None]
