@@ -63,7 +63,7 @@ class Watch:
         return None
 
     def note(self, event: str, **known: Any) -> None:
-        """Leave a JSON note for the command: "trainer", "rank", "fit", "end", "error" or "check"; OSError if it is gone."""
+        """Leave a JSON note for the command: "trainer", "rank", "fit", "end", "error" or "check"; raises OSError."""
         folder = Path(self.folder) / _NOTES
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".part", delete=False) as file:
             json.dump({"event": event, **known}, file)
