@@ -42,10 +42,8 @@ class Stage(Protocol):
 class Ready:
     """A batch that is on its way.
 
-    Attributes:
-        converted: what ``precision_plugin.convert_input`` made of the batch.
-        staged: on its way to the device; None where that failed with ``error``.
-        error: what the user's own code raised; training meets it when the batch's turn has come.
+    ``converted`` is what ``precision_plugin.convert_input`` made of it; ``staged`` is None where staging failed with
+    ``error``, which the user's own code raised: training meets it when the batch's turn has come.
     """
 
     __slots__ = ("converted", "error", "staged")
@@ -55,25 +53,17 @@ class Ready:
 
 
 class Entry:
-    """A batch that was fetched and not handed out yet.
-
-    Attributes:
-        item: batch, batch index, index of its loader; None where fetching failed.
-        error: what fetching raised; :data:`_END` at the end.
-        states: positions of the loaders before it was fetched, for a checkpoint; None where they have none.
-        ready: the batch on its way to the device.
-        asks: workers to be asked for more when its turn has come.
-        drew: the random states before and after it was fetched, where fetching has changed them.
-    """
+    """A batch that was fetched and not handed out yet; what fetching raised is in ``error`` (:data:`_END`: the end)."""
 
     __slots__ = ("asks", "drew", "error", "item", "ready", "states", "tried")
 
     def __init__(self, item: Any = None, error: BaseException | None = None) -> None:
-        self.item, self.error = item, error
-        self.states: Any = None
+        self.item, self.error = item, error  # (batch, its index, its loader's); None where fetching failed
+        self.states: Any = None  # the loaders' before it was fetched, for a checkpoint; None: none
         self.ready: Ready | None = None
         self.tried = False
-        self.asks: list[tuple[WorkerBatches, int]] = []
+        self.asks: list[tuple[WorkerBatches, int]] = []  # workers to be asked for more when its turn has come
+        # random states around its fetch, where that changed them
         self.drew: tuple[RandomStates, RandomStates] | None = None
 
 
@@ -81,21 +71,10 @@ class LookAheadFetcher:
     """Stands in front of a data fetcher of Lightning's, and does for its loop what that did.
 
     Looks ahead only in loaders whose next batch can be taken without a trace in this process: made by workers, or by a
-    loader that declares ``draws_random_state = False``. Of others it takes each batch in its turn.
-
-    Args:
-        stock: Lightning's fetcher.
-        depth: batches to be staged ahead.
-        stage: brings them to the device.
-        goes_on: whether the batch that comes so many after the current one will be used; told whether the current
-            one's optimizer step is over.
-        drew: told that fetching ahead of a loader has drawn random numbers after all; called with the loaders.
-        drawing: loaders of which that is known.
-
-    Attributes:
-        done: the batch handed out last was the last one.
-        fetched: batches handed out in this epoch.
-        left_alone: why nothing is looked ahead; None where it is.
+    loader that declares ``draws_random_state = False``. Of others it takes each batch in its turn. ``goes_on`` says
+    whether the batch that comes so many after the current one will be used, given whether that one's optimizer step is
+    over. ``drew`` gets the loaders of which fetching ahead has drawn random numbers after all; of ``drawing`` that is
+    known.
     """
 
     def __init__(
@@ -114,8 +93,8 @@ class LookAheadFetcher:
         self._drew = drew
         self._drawing = drawing
         inner = stock.fetcher
-        self.done: bool = inner.done
-        self.fetched: int = inner.fetched
+        self.done: bool = inner.done  # the batch handed out last was the last one
+        self.fetched: int = inner.fetched  # batches handed out in this epoch
         self._start_profiler: Callable[[], None] = inner._start_profiler
         self._stop_profiler: Callable[[], None] = inner._stop_profiler
         self._ahead: deque[Entry] = deque()
@@ -131,7 +110,7 @@ class LookAheadFetcher:
         self._watched: list[Any] = []
         self._workers: list[WorkerBatches] = []
         self._checks_randomness = self._has_looked = False
-        self.left_alone: str | None = NOTHING_YET
+        self.left_alone: str | None = NOTHING_YET  # why nothing is looked ahead; None where it is
         self._stateful = self._stock.is_stateful
         self._may_restart = not self._stock.has_one_loader
         self._replays = False
@@ -192,14 +171,10 @@ class LookAheadFetcher:
     # ---- looking ahead ----
 
     def look_ahead(self, *, step_done: bool) -> bool:
-        """Fetch and stage what comes next.
+        """Fetch and stage what comes next; whether nothing is left to do before the next batch is handed out.
 
-        Args:
-            step_done: the current batch's work is issued, and its optimizer step over: wait for the next batch, if it
-                is not there yet.
-
-        Returns:
-            Whether nothing is left to do before the next batch is handed out.
+        With ``step_done``, the current batch's optimizer step is over: the next batch is waited for, if it is not there
+        yet.
         """
         if not self.is_active or self.left_alone is not None:
             return True
@@ -237,11 +212,7 @@ class LookAheadFetcher:
         return True
 
     def _fetch(self, *, ahead: bool) -> Entry:
-        """Fetch a batch. In its turn, what goes wrong is raised; ahead of it, that waits in the entry.
-
-        Raises:
-            Exception: the dataset's, the sampler's or the loader's own.
-        """
+        """Fetch a batch: in its turn, what goes wrong is raised; ahead of it, that waits in the entry."""
         entry = Entry()
         in_turn = not ahead and self._length is not None
         if self._stateful and not in_turn:

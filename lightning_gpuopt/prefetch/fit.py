@@ -30,18 +30,8 @@ _NOTHING = nullcontext()
 class PrefetchedRun:
     """Follows one ``fit``, ``validate``, ``test`` or ``predict`` from ``setup`` to its end.
 
-    Args:
-        trainer: the Trainer, in ``setup``.
-        pl_module: its module.
-        depth: batches to be staged ahead.
-        asleep: leave the batches as they come until :meth:`wake`.
-
-    Attributes:
-        staged: batches that came to the device on the side stream.
-        direct: batches that came as without us.
-        copied_bytes: bytes of those that were staged.
-        pageable_bytes: those of them that were not in page-locked memory.
-        is_done: nothing is left to look ahead for until the next batch is handed out.
+    ``staged`` batches came to the device on the side stream, ``direct`` ones as without us. With ``asleep`` all are
+    left as they come until :meth:`wake`.
     """
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, depth: int, *, asleep: bool = False) -> None:
@@ -63,7 +53,7 @@ class PrefetchedRun:
         self._is_off = False
         self._asleep = asleep
         self._reported: set[str] = set()
-        self.is_done = True
+        self.is_done = True  # nothing is left to look ahead for until the next batch is handed out
         self._optimizer_steps: float | None = None
         self._steps_before = 0
         self._is_manual = False
@@ -83,11 +73,7 @@ class PrefetchedRun:
     # ---- loops ----
 
     def enter(self, name: str) -> None:
-        """A loop is about to take its batches.
-
-        Args:
-            name: one of :func:`lightning_gpuopt.compat.lightning_loops.loops`.
-        """
+        """A loop is about to take its batches; its name is one of those of ``compat.lightning_loops.loops``."""
         if self._is_off:
             return
         loop = loops.loops(self._trainer)[name]
@@ -127,12 +113,7 @@ class PrefetchedRun:
             fetcher.end_epoch()
 
     def look_ahead(self, name: str, *, step_done: bool = False) -> None:
-        """Fetch and stage what a loop will need next.
-
-        Args:
-            name: the loop.
-            step_done: the current batch's work is issued.
-        """
+        """Fetch and stage what a loop needs next; ``step_done``: the current batch's work is issued."""
         if self.is_done:
             return
         fetcher = self._fetchers.get(name)
@@ -346,10 +327,7 @@ class PrefetchedRun:
         return self._mover.times
 
     def undo(self) -> None:
-        """Take away all that was placed; may be called more than once.
-
-        A loop that is still running is handed out what was fetched ahead.
-        """
+        """Take away all that was placed; repeatable. A loop that still runs is handed out what was fetched ahead."""
         self._expected = None
         for name, fetcher in list(self._fetchers.items()):
             loop = loops.loops(self._trainer)[name]

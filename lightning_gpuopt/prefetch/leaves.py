@@ -33,19 +33,11 @@ _DTYPES: Final = frozenset(
 
 
 class Found:
-    """The tensors of a batch: in its collections, and in the attributes of objects in it.
-
-    Args:
-        value: the batch.
-
-    Attributes:
-        tensors: those with memory of their own.
-        is_all: whether there can be no others: nothing was met that could hide some.
-    """
+    """The tensors of a batch: in its collections, and in the attributes of objects in it."""
 
     def __init__(self, value: Any) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.is_all = True
+        self.tensors: list[torch.Tensor] = []  # those with memory of their own
+        self.is_all = True  # nothing was met that could hide others
         self._look(value, _DEPTH)
 
     def _look(self, value: Any, depth: int) -> None:

@@ -13,11 +13,7 @@ _SEEDED: Final = 624
 
 
 class RandomStates:
-    """The global random states of torch, numpy and Python, as they are now; reading them takes some 65 µs.
-
-    Args:
-        device: with this CUDA device's own; None: the host's only.
-    """
+    """The global random states of torch (and a CUDA device's), numpy and Python; reading them takes some 65 µs."""
 
     __slots__ = ("_cuda", "_numpy", "_python", "_torch")
 
@@ -49,7 +45,7 @@ class RandomStates:
 
 
 def drawn_since_seeded() -> Literal["torch", "another"] | None:
-    """The random state from which a worker has drawn since it was seeded, which torch does as it begins.
+    """The random state from which a worker has drawn since torch seeded it.
 
     Of NumPy's and Python's states the position is looked at: a draw of a multiple of 624 words is not seen.
     """

@@ -17,12 +17,7 @@ from lightning_gpuopt.prefetch.stream import Streams
 
 
 class Destination:
-    """Memory for one tensor of a batch.
-
-    Args:
-        like: a tensor on the host; the memory gets its shape, strides and dtype.
-        device: where the memory is.
-    """
+    """Memory on the device for one tensor of a batch, with the shape, strides and dtype of ``like``."""
 
     __slots__ = ("_alone", "_base", "_layout", "_storage", "_storage_key")
 
@@ -72,12 +67,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class DestinationSet:
-    """The memory of one batch.
-
-    Args:
-        streams: the device's streams.
-        device: the device.
-    """
+    """The memory of one batch."""
 
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams = streams
@@ -101,11 +91,7 @@ class DestinationSet:
         self._idle = [not each.is_held for each in self._tensors]
 
     def destinations(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors on the device for a batch; the side stream may write to them when this returns.
-
-        Args:
-            sources: the batch's tensors on the host.
-        """
+        """Tensors on the device for a batch; the side stream may write to them when this returns."""
         later = not self._begun
         self._begun = True
         given: list[torch.Tensor] = []
@@ -125,24 +111,14 @@ class DestinationSet:
         return given
 
     def _let_side_write(self, *, later: bool) -> None:
-        """The side stream goes on when the compute stream has done what used this memory before.
-
-        Args:
-            later: that may have been queued after the set was put to rest.
-        """
+        """The side stream goes on when the compute stream is done with this memory, also with ``later`` work on it."""
         if later:
             self._streams.record(self._free)
         self._streams.side_waits(self._free)
 
 
 class DestinationRing:
-    """The sets.
-
-    Args:
-        streams: the device's streams.
-        device: the device.
-        size: sets for a loop that looks ahead; more while a second loop does, inside the first.
-    """
+    """The sets: ``size`` for a loop that looks ahead; more while a second loop does, inside the first."""
 
     def __init__(self, streams: Streams, device: torch.device, size: int) -> None:
         self._streams = streams

@@ -39,11 +39,7 @@ class Streams:
         return nullcontext()
 
     def new_event(self, *, timing: bool = False) -> Any:
-        """An event that was not recorded yet.
-
-        Args:
-            timing: :meth:`CopyTimes` will ask for its time.
-        """
+        """An event that was not recorded yet; with ``timing`` where :meth:`CopyTimes` will ask for its time."""
         return self._NO_EVENT
 
     def record(self, event: Any) -> None:
@@ -79,11 +75,7 @@ copy_streams: Final[weakref.WeakSet[torch.cuda.Stream]] = weakref.WeakSet()
 
 
 class CudaStreams(Streams):
-    """One side stream for the whole run; the compute stream is whichever is current.
-
-    Args:
-        device: a CUDA device.
-    """
+    """One side stream for the whole run; the compute stream is whichever is current."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -138,28 +130,16 @@ def streams_of(device: torch.device) -> Streams:
 
 
 class CopyEvents(NamedTuple):
-    """The events of one copy.
+    """The events of one copy."""
 
-    Attributes:
-        begins: on the side stream, before it.
-        ends: on the side stream, after it.
-        wait_begins: on the compute stream, before that waits for the copy.
-        wait_ends: on the compute stream, when it has waited.
-    """
-
-    begins: Any
-    ends: Any
-    wait_begins: Any
-    wait_ends: Any
+    begins: Any  # on the side stream, before it
+    ends: Any  # on the side stream, after it
+    wait_begins: Any  # on the compute stream, before that waits for the copy
+    wait_ends: Any  # on the compute stream, when it has waited
 
 
 class CopyTimes:
-    """How long copies took, and how long the compute stream stood still for them: read later, without waiting.
-
-    Args:
-        streams: where the events are recorded.
-
-    """
+    """How long copies took, and how long the compute stream stood still for them: read later, without waiting."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
@@ -192,10 +172,6 @@ class CopyTimes:
             self._free.append(events)
 
     def sums(self, *, training: bool) -> AheadCopies:
-        """What has been read.
-
-        Args:
-            training: of the training loop's batches; else of all others.
-        """
+        """What has been read of the training loop's batches, or else of all others."""
         copies, copy_s, exposed_s = self._sums[training]
         return AheadCopies(int(copies), copy_s, exposed_s)

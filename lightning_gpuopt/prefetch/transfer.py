@@ -22,12 +22,7 @@ _nbytes: Final = operator.attrgetter("nbytes")
 
 
 class FasterOfTwo:
-    """Which of two ways costs the training thread less: each is timed on a few batches, then the faster one stays.
-
-    Args:
-        first: the plain way.
-        second: the other.
-    """
+    """Which of two ways costs the training thread less: each is timed on a few batches, then the faster one stays."""
 
     def __init__(self, first: str, second: str) -> None:
         self._seconds: dict[str, list[float]] = {first: [], second: []}
@@ -41,12 +36,7 @@ class FasterOfTwo:
         return min(self._seconds, key=lambda way: len(self._seconds[way]))
 
     def took(self, way: str, seconds: float) -> None:
-        """A batch has gone this way.
-
-        Args:
-            way: one of the two.
-            seconds: of the training thread's time.
-        """
+        """A batch has gone this way, in so many seconds of the training thread's time."""
         if self._chosen is not None:
             return
         self._seconds[way].append(seconds)
@@ -55,11 +45,7 @@ class FasterOfTwo:
 
 
 class UserCodeError(Exception):
-    """Around what the user's own code has raised, which is to end training as it would have.
-
-    Args:
-        cause: what it raised.
-    """
+    """Around what the user's own code has raised, which is to end training as it would have."""
 
     def __init__(self, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -67,13 +53,7 @@ class UserCodeError(Exception):
 
 
 class Staged:
-    """A batch that is on its way.
-
-    Attributes:
-        moved: the batch on the device; to be used after :meth:`TransferPipeline.deliver`.
-        nbytes: bytes copied.
-        pageable_bytes: those of them that were not in page-locked memory.
-    """
+    """A batch that is on its way."""
 
     __slots__ = (
         "at",
@@ -91,8 +71,8 @@ class Staged:
 
     def __init__(self, events: CopyEvents) -> None:
         self.events = events
-        self.moved: Any = None
-        self.nbytes = self.pageable_bytes = 0
+        self.moved: Any = None  # on the device; to be used after :meth:`TransferPipeline.deliver`
+        self.nbytes = self.pageable_bytes = 0  # copied; those of them not in page-locked memory
         self.at: DestinationSet | None = None
         self.sources: list[torch.Tensor] = []
         self.targets: list[torch.Tensor] = []
@@ -103,18 +83,7 @@ class Staged:
 
 
 class TransferPipeline:
-    """Moves batches to one device, ahead of their turn.
-
-    Args:
-        streams: the device's streams.
-        device: the device.
-        depth: batches that are staged ahead.
-        own_transfer: the user's way to move a batch, ``(batch, device, dataloader_idx)``; None: Lightning's.
-
-    Attributes:
-        streams: the device's streams.
-        times: how long the copies took.
-    """
+    """Moves batches to one device, ``depth`` ahead of their turn, by the user's own way where there is one."""
 
     def __init__(
         self,
@@ -136,12 +105,7 @@ class TransferPipeline:
         self.times = CopyTimes(streams)
 
     def stage(self, batch: Any, dataloader_idx: int) -> Staged:
-        """Begin to move a batch.
-
-        Raises:
-            UserCodeError: the user's own transfer, or a batch's own ``to``, has raised its cause.
-            Exception: torch's, for example for want of memory.
-        """
+        """Begin to move a batch; UserCodeError where the user's transfer or a batch's own ``to`` has raised."""
         began_s = time.perf_counter()
         staged = Staged(self.times.events())
         if self._opaque:  # side-stream memory that is free again may be in use by what the compute stream holds now
@@ -161,15 +125,7 @@ class TransferPipeline:
         return staged
 
     def advance(self, staged: Staged, *, wait: bool = False) -> bool:
-        """Issue the copy of a batch whose tensors were first to be brought to page-locked memory.
-
-        Args:
-            staged: the batch.
-            wait: wait for that; else nothing happens before it is done.
-
-        Returns:
-            Whether its copy is issued.
-        """
+        """Issue a copy from page-locked memory once that is filled, or ``wait`` for it; whether it is issued."""
         pinning = staged.pinning
         if pinning is None:
             return True
@@ -183,15 +139,7 @@ class TransferPipeline:
         return True
 
     def deliver(self, staged: Staged, *, training: bool = True) -> Any:
-        """The batch's turn has come: the compute stream waits for its copy.
-
-        Args:
-            staged: the batch.
-            training: it is the training loop's.
-
-        Returns:
-            The batch on the device.
-        """
+        """The batch on the device, as its turn has come: the compute stream waits for its copy."""
         self.advance(staged, wait=True)
         events = staged.events
         self.streams.compute_waits_timed(events)
