@@ -30,17 +30,9 @@ _STATES_KEPT: Final = 8
 class DALILoader(ResumableLoader):
     """Batches ``(images, labels)`` of an elastic order, decoded by DALI.
 
-    Args:
-        source: reads the samples.
-        sampler: says which of them this rank gets.
-        engine: runs the pipeline.
-        undecodable: tries image files; gives the errors by position.
-        expected: checks a batch's tensors once, and raises where they are not what was promised.
-        num_threads: CPU threads of the pipeline.
-        looks_ahead: at the end of an epoch, begin with the first batches of the next one.
-
-    Attributes:
-        on_gpu: whether the images are decoded there.
+    ``undecodable`` tries image files and gives the errors by position; ``expected`` checks a batch's tensors once, and
+    raises where they are not what was promised. With ``looks_ahead`` the end of an epoch begins the next one's first
+    batches.
     """
 
     draws_random_state = False
@@ -118,11 +110,7 @@ class DALILoader(ResumableLoader):
         self.source.close()
 
     def _batches(self, turn: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """One epoch.
-
-        Raises:
-            RuntimeError: another one has begun since.
-        """
+        """One epoch; RuntimeError where another one has begun since."""
         epoch = self.sampler.begin()
         batches = self._begin(epoch)
         done = self.sampler.steps_done()
@@ -216,9 +204,8 @@ class DALILoader(ResumableLoader):
     def _recover(self, error: Exception) -> None:
         """Build the pipeline anew, after an image that it could not decode, and put in again what was in it.
 
-        Raises:
-            CorruptSampleError: an image of the oldest batch cannot be decoded, and such are not left out.
-            PipelineError: all images can be decoded, or none can: it is something else.
+        CorruptSampleError where such images are not left out; PipelineError where all images can be decoded, or none
+        can: it is something else.
         """
         flight, state = self.engine.flight, self.engine.state
         self.engine.close()

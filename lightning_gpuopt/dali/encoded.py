@@ -23,16 +23,10 @@ NO_LABEL = -1
 
 
 class EncodedImages:
-    """The image files of a dataset, and their labels.
+    """The image files of a dataset, and their labels; without ``need_labels`` a missing label is -1.
 
-    Args:
-        dataset: `LMDBDataset`, `ImageFolder` or `FileList`, or Subsets and ConcatDatasets of those.
-        need_labels: Samples without a label are an error; else their label is -1.
-
-    Raises:
-        TypeError: It is another dataset, which does not give the bytes of its images.
-        ValueError: The labels are not whole numbers, or there are none; there is no sample; or the dataset has a
-            transform, which DALI would not run.
+    TypeError where a dataset does not give the bytes of its images; ValueError where labels are no whole numbers, or
+    there are none, nothing is there, or it has a transform, which DALI would not run.
     """
 
     def __init__(self, dataset: Any, need_labels: bool = True) -> None:
@@ -57,12 +51,7 @@ class EncodedImages:
         return names.hexdigest()
 
     def read(self, index: int) -> Bytes:
-        """The bytes of a sample's image file: uint8 ``[N]``; of an LMDB without a copy.
-
-        Raises:
-            CorruptSampleError: There is no image, or its stored bytes are damaged.
-            OSError: Its file cannot be read.
-        """
+        """The bytes of a sample's image file: uint8 ``[N]``; of an LMDB without a copy. CorruptSampleError, OSError."""
         owner, at = locate(self._dataset, index)
         data = owner.encoded_image(at)
         if not data:
@@ -109,16 +98,9 @@ def _labels(dataset: Any, needed: bool) -> Labels:
 class FileList(Dataset[Any]):
     """Image files that a text file lists: ``PATH LABEL`` in each line, as DALI's and Caffe's lists have it.
 
-    Paths are relative to the list's folder; the label is what stands behind the last blank or tab. Empty lines are
-    left out.
-
-    Args:
-        path: The text file.
-        need_labels: A line without a label is an error; else all lines are paths alone, if the first is.
-
-    Raises:
-        FileNotFoundError: There is no such list.
-        ValueError: A line has no label, or there is no line.
+    Paths are relative to the list's folder; the label is what stands behind the last blank or tab. Empty lines are left
+    out. Without ``need_labels`` all lines are paths alone, if the first is. FileNotFoundError, ValueError (no label, or
+    no line).
     """
 
     def __init__(self, path: str | os.PathLike[str], need_labels: bool = True) -> None:

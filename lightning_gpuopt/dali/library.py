@@ -25,14 +25,7 @@ _kept: list[list[Any]] = []
 
 @dataclass(frozen=True)
 class DALI:
-    """What is used of DALI.
-
-    Attributes:
-        fn: ``nvidia.dali.fn``.
-        types: ``nvidia.dali.types``.
-        pipeline_def: the decorator.
-        version: such as ``"2.4.0"``.
-    """
+    """What is used of DALI."""
 
     fn: Any
     types: Any
@@ -41,11 +34,7 @@ class DALI:
 
 
 def load_dali() -> DALI:
-    """DALI's modules.
-
-    Raises:
-        ImportError: DALI is not installed, or cannot be loaded; the text says what to install.
-    """
+    """DALI's modules; an ImportError says what to install."""
     try:
         import nvidia.dali
         from nvidia.dali import fn, types
@@ -61,16 +50,10 @@ def load_dali() -> DALI:
 
 
 def held_in_forks(pipeline: Any) -> Any:
-    """Keep a pipeline alive in every process that is forked from this one.
+    """Keep a pipeline alive in every process that is forked from this one; gives the pipeline.
 
     A forked process has the pipeline, but not its threads: if it frees it, as a garbage collection may, it waits for
     them for ever. The process that forks holds the pipeline during the fork, too: what it reads has to live as long.
-
-    Args:
-        pipeline: of DALI.
-
-    Returns:
-        The pipeline.
     """
     _pipelines.add(weakref.ref(pipeline, _pipelines.discard))
     return pipeline

@@ -24,33 +24,19 @@ class PipelineError(ValueError):
 
 @dataclass(frozen=True)
 class PipelineSettings:
-    """What all pipelines of a DataModule share.
+    """What all pipelines of a DataModule share."""
 
-    Attributes:
-        batch_size: the largest number of samples in a batch.
-        num_threads: CPU threads.
-        device_id: the CUDA device's ordinal; None: the pipeline runs on the CPU.
-        crop_size: side of the images in pixels.
-        mean: per channel, on the 0-1 scale.
-        std: per channel, on the 0-1 scale.
-        dtype: of the images: ``"float32"``, ``"float16"`` or ``"uint8"``.
-        layout: of an image: ``"CHW"`` or ``"HWC"``.
-        hw_decoder_load: share of the JPEG images that go to the hardware decoder, where the GPU has one.
-        seed: of the random operators in a user's own pipeline.
-        name: the argument by which a user's own pipeline came, for messages.
-    """
-
-    batch_size: int
-    num_threads: int
-    device_id: int | None
-    crop_size: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    dtype: str
-    layout: str
-    hw_decoder_load: float
-    seed: int = 0
-    name: str = "the pipeline"
+    batch_size: int  # at most
+    num_threads: int  # on the CPU
+    device_id: int | None  # CUDA ordinal; None: the pipeline runs on the CPU
+    crop_size: int  # pixels
+    mean: tuple[float, ...]  # per channel, on the 0-1 scale
+    std: tuple[float, ...]  # the same
+    dtype: str  # of the images: ``"float32"``, ``"float16"`` or ``"uint8"``
+    layout: str  # ``"CHW"`` or ``"HWC"``
+    hw_decoder_load: float  # share of the JPEGs for the hardware decoder, where there is one
+    seed: int = 0  # of the random operators in a user's own pipeline
+    name: str = "the pipeline"  # the argument by which a user's own pipeline came, for messages
 
 
 Definition = Callable[[DALI, PipelineSettings, Any, Any, Any], Any]
@@ -74,13 +60,10 @@ def center_crops(dali: DALI, settings: PipelineSettings, encoded: Any, labels: A
 
 
 def transforms(operators: Sequence[Any]) -> Definition:
-    """The definition that runs torchvision-style operators on the decoded image, uint8 HWC.
+    """The definition that runs operators of ``nvidia.dali.experimental.torchvision`` on the decoded image, uint8 HWC.
 
     What they leave uint8 or unnormalised is scaled and normalised as in the other pipelines, unless there is a
     ``Normalize`` among them.
-
-    Args:
-        operators: of ``nvidia.dali.experimental.torchvision``.
     """
 
     def define(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:
@@ -109,16 +92,7 @@ def custom(function: Callable[..., Any]) -> Definition:
 
 
 def definition_of(name: str, given: Any) -> Definition | None:
-    """The definition behind what a user gave for a pipeline; None where nothing was.
-
-    Args:
-        name: the argument.
-        given: a function decorated with ``@pipeline_def``; or torchvision-style operators, in a list or in DALI's
-            ``Compose``.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """The definition behind a user's ``@pipeline_def`` function or operators (a list, ``Compose``); else TypeError."""
     if given is None:
         return None
     operators = getattr(given, "op_list", given)
@@ -143,18 +117,10 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 def build(
     dali: DALI, define: Definition, settings: PipelineSettings, *, has_areas: bool, checkpoint: bytes | None = None
 ) -> Any:
-    """Build a pipeline that is fed batch by batch.
+    """Build a pipeline that is fed batch by batch; PipelineError where it has other outputs than images and labels.
 
-    Args:
-        dali: DALI's modules.
-        define: what it does.
-        settings: for it.
-        has_areas: whether areas are fed.
-        checkpoint: the state of its random operators; None: as seeded. ``b""``: as seeded, and the state can be asked
-            for.
-
-    Raises:
-        PipelineError: it has other outputs than images and labels.
+    ``checkpoint`` is the state of its random operators; None: as seeded. ``b""``: as seeded, and the state can be asked
+    for.
     """
 
     def whole() -> tuple[Any, ...]:
@@ -187,15 +153,7 @@ def build(
 
 
 def undecodable(settings: PipelineSettings, images: Sequence[Any]) -> dict[int, Exception]:
-    """Which image files DALI cannot decode. One ends a whole pipeline, so they are tried in ever smaller groups.
-
-    Args:
-        settings: the device and decoder to try them on.
-        images: their bytes, arrays uint8 ``[N]``.
-
-    Returns:
-        DALI's error by position.
-    """
+    """DALI's errors by position for these files, uint8 ``[N]``: one ends a pipeline, so groups get ever smaller."""
     dali = load_dali()
 
     def whole() -> Any:

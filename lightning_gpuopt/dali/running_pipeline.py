@@ -23,11 +23,8 @@ _TICKS: Final = os.sysconf("SC_CLK_TCK")
 class RunningPipeline:
     """Runs a pipeline. Not for several threads.
 
-    Args:
-        build: makes the pipeline, from the state of its random operators (None: as seeded).
-        device: where the batches are wanted.
-        keeps_state: whether the state of the random operators can be asked for.
-        name: what users call the pipeline, in messages.
+    ``build`` makes it from the state of its random operators (None: as seeded); ``keeps_state`` is whether that can be
+    asked for.
     """
 
     def __init__(
@@ -55,11 +52,7 @@ class RunningPipeline:
         return list(self._flight)
 
     def start(self, state: str | None = None) -> None:
-        """Build the pipeline, unless there is one.
-
-        Args:
-            state: of the random operators: then it is built anew.
-        """
+        """Build the pipeline, unless there is one; anew with a state of the random operators."""
         if self._pipeline is not None and not state:
             return
         self.close()
@@ -94,9 +87,8 @@ class RunningPipeline:
     def collect(self) -> tuple[torch.Tensor, ...]:
         """Take the oldest batch out: its tensors are DALI's own memory, on the stream that is current in torch.
 
-        Raises:
-            RuntimeError: the pipeline failed; it cannot be used any longer, and `flight` holds what was in it.
-            PipelineError: the samples of a batch have different shapes.
+        RuntimeError where the pipeline failed: it cannot be used any longer, and `flight` holds what was in it.
+        PipelineError where the samples of a batch have different shapes.
         """
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

@@ -40,20 +40,12 @@ _WAITED: Final = 0.1
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch before it is decoded, of B samples.
+    """A batch before it is decoded, of B samples."""
 
-    Attributes:
-        indices: of the samples.
-        images: their files' bytes, B arrays uint8 ``[N]``.
-        labels: int64 ``[B]``.
-        areas: what is cut out of each image, float32 ``[B, 4 or 5]``; see `RandomAreas` and `CenterAreas`. None: the
-            pipeline decides.
-    """
-
-    indices: tuple[int, ...]
-    images: list[Bytes]
-    labels: Labels
-    areas: np.ndarray[Any, Any] | None
+    indices: tuple[int, ...]  # of the samples
+    images: list[Bytes]  # their files' bytes, B arrays uint8 [N]
+    labels: Labels  # int64 [B]
+    areas: np.ndarray[Any, Any] | None  # float32 [B, 4 or 5], see `RandomAreas`; None: the pipeline decides
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -78,32 +70,20 @@ class Areas(Protocol):
     """Says what is cut out of an image: float32."""
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
-        """An image's area.
-
-        Args:
-            height: of the image, upright, in pixels.
-            width: of the image.
-            key: decides what is random, 64 bits.
-        """
+        """The area of an upright image in pixels; 64 bits decide what is random."""
 
 
 @dataclass(frozen=True)
 class RandomAreas:
     """Random-resized crops: top, left, height, width as shares of the image's, and 1 where it is mirrored.
 
-    float32 ``[5]``. Shares lie within an image also where its header is misread.
-
-    The same ones as `RandomCrops` draws for the same key.
-
-    Attributes:
-        scale: smallest and largest share of the image's area.
-        ratio: smallest and largest width over height.
-        flip: mirror one in two.
+    float32 ``[5]``, the same as `RandomCrops` draws for the same key. Shares lie within an image also where its header
+    is misread.
     """
 
-    scale: tuple[float, float] = SCALE
-    ratio: tuple[float, float] = RATIO
-    flip: bool = True
+    scale: tuple[float, float] = SCALE  # smallest and largest share of the image's area
+    ratio: tuple[float, float] = RATIO  # smallest and largest width over height
+    flip: bool = True  # mirror one in two
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
         """See `Areas`."""
@@ -116,14 +96,10 @@ class CenterAreas:
     """The middle of an image whose shorter side is resized: top, left, bottom, right of it as shares of the image.
 
     float32 ``[4]``. Resizing this part of the image is the same as resizing the image and cutting out the middle.
-
-    Attributes:
-        resize: length of the shorter side in pixels.
-        size: side of the square in pixels.
     """
 
-    resize: int
-    size: int
+    resize: int  # shorter side in pixels
+    size: int  # side of the square in pixels
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
         """See `Areas`."""
@@ -133,17 +109,11 @@ class CenterAreas:
 
 @dataclass(frozen=True)
 class ReadTimes:
-    """What reading the files took, in all threads.
-
-    Attributes:
-        wall_s: seconds.
-        cpu_s: CPU seconds of the threads that read.
-        wait_s: seconds for which the training process waited for a batch's files.
-    """
+    """What reading the files took, in all threads."""
 
     wall_s: float = 0.0
-    cpu_s: float = 0.0
-    wait_s: float = 0.0
+    cpu_s: float = 0.0  # of the threads that read
+    wait_s: float = 0.0  # in which the training process waited for a batch's files
 
 
 @dataclass
@@ -162,15 +132,8 @@ class _BatchPart:
 class BatchSource:
     """Reads batches ahead, in threads.
 
-    Args:
-        images: the samples.
-        areas: what is cut out of them; None: nothing, the pipeline decides.
-        seed: of the random areas.
-        skipped: notes samples that cannot be read and are left out; None: they are errors.
-        ahead: batches whose files are being read beyond the one that is asked for.
-
-    Attributes:
-        times: what reading has taken so far.
+    Without ``areas`` the pipeline decides what is cut out; without ``skipped`` unreadable samples are errors. ``ahead``
+    are batches whose files are being read beyond the one that is asked for.
     """
 
     def __init__(
@@ -196,11 +159,7 @@ class BatchSource:
         self._slow = False
 
     def batches(self, plan: Iterable[BatchIndices]) -> Generator[EncodedBatch, None, None]:
-        """The batches of these samples, in their order.
-
-        Raises:
-            CorruptSampleError: a sample cannot be read; where such are left out, none of a batch can.
-        """
+        """The batches of these samples, in order; CorruptSampleError where one is unreadable and not skipped."""
         reading: deque[_PendingRead] = deque()
         try:
             for indices in plan:
@@ -215,11 +174,7 @@ class BatchSource:
                     part.cancel()
 
     def leave_out(self, index: int, error: Exception) -> None:
-        """Leave a sample out from now on, and note it.
-
-        Raises:
-            CorruptSampleError: samples are not to be left out.
-        """
+        """Leave a sample out from now on, and note it; CorruptSampleError where samples are not to be left out."""
         if self.skipped is None:
             raise error
         self._left_out.add(index)
@@ -281,12 +236,7 @@ class BatchSource:
             raise self.undecodable(index, error) from error
 
     def undecodable(self, index: int, error: Exception) -> CorruptSampleError:
-        """The error for an image that cannot be decoded.
-
-        Args:
-            index: of the sample.
-            error: the decoder's.
-        """
+        """The error for a sample's image that cannot be decoded, from the decoder's."""
         reason = f"{type(error).__name__}: {reason_of(error)}"
         return CorruptSampleError(
             f"{self.images.name(index)}: it is not an image that can be decoded ({reason}); replace or remove it"
