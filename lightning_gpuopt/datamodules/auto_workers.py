@@ -24,15 +24,10 @@ _LARGE_BATCH: Final = 256 << 20
 
 
 def auto_workers(loader: ElasticLoader, held: Sequence[Held], loaders_on_node: int) -> tuple[int, str | None]:
-    """How many processes a loader starts unasked.
+    """How many processes a loader (0: it needs none) starts unasked, and why fewer than CPUs, if worth a word.
 
-    Args:
-        loader: With as many as there are CPUs for it; 0: it needs none.
-        held: What its dataset holds that processes cannot share.
-        loaders_on_node: Those whose batches lie in ``/dev/shm`` at the same time, of all ranks.
-
-    Returns:
-        Their number, and why it is smaller than the loader's, where that is worth a word.
+    ``held`` is what its dataset holds that processes cannot share; ``loaders_on_node`` those whose batches lie in
+    ``/dev/shm`` at the same time, of all ranks.
     """
     if not loader.num_workers or not starts_unasked():
         return 0, None

@@ -197,13 +197,7 @@ class ElasticDataModule(ResumableDataModule):
             )
 
     def _open_path(self, path: str | os.PathLike[str], name: str, transform: Callable[[Any], Any] | None) -> Any:
-        """The dataset at a path.
-
-        Args:
-            path: Where it is.
-            name: ``train``, ``val``, ``test`` or ``predict``.
-            transform: Of its samples.
-        """
+        """The dataset at a path, by ``train``, ``val``, ``test`` or ``predict``."""
         raise NotImplementedError
 
     # --- datasets ------------------------------------------------------------------------------------------------
@@ -289,8 +283,7 @@ class ElasticDataModule(ResumableDataModule):
     def _copies_are_known(self) -> bool:
         """Whether nobody but Lightning and this package copies batches to the device, as far as can be seen.
 
-        Raises:
-            MisconfigurationException: A ``transfer_batch_to_device`` of the user's does.
+        MisconfigurationException where a ``transfer_batch_to_device`` of the user's does.
         """
         trainer = self.trainer
         module = None if trainer is None else trainer.lightning_module

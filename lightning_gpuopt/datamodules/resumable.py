@@ -61,22 +61,11 @@ class ResumableDataModule(LightningDataModule):
             self.val_dataloader = partial(LightningDataModule.val_dataloader, self)  # type: ignore[method-assign]
 
     def _open_source(self, source: Any, name: str) -> Any:
-        """The dataset of a source.
-
-        Args:
-            source: What was passed: a path, or a dataset.
-            name: ``train``, ``val``, ``test`` or ``predict``.
-        """
+        """The dataset of a path or dataset that came as ``train``, ``val``, ``test`` or ``predict``."""
         raise NotImplementedError
 
     def _eval_loader(self, name: str, at: int, dataset: Any) -> Any:
-        """A loader that is not for training.
-
-        Args:
-            name: ``val``, ``test`` or ``predict``.
-            at: Position among that stage's datasets.
-            dataset: What it reads.
-        """
+        """A loader for ``val``, ``test`` or ``predict``; ``at`` is the position among that stage's datasets."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
