@@ -51,15 +51,10 @@ class ForeignFolderError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What the folder holds; the same recipe gives the same crops.
+    """What the folder holds; the same recipe gives the same crops."""
 
-    Attributes:
-        images: number of JPEGs, training and validation together.
-        seed: of the crops' places and scales.
-    """
-
-    images: int
-    seed: int = 0
+    images: int  # JPEGs, training and validation together
+    seed: int = 0  # of the crops' places and scales
 
     def files(self) -> list[str]:
         """The JPEGs' paths in the folder, ``{train,val}/<class>/<number>.jpg``; the classes take turns."""
@@ -83,11 +78,7 @@ class Recipe:
 
 
 def require_packages() -> None:
-    """Check that the extra ``[demo]`` is installed.
-
-    Raises:
-        ImportError: it is not; the text has the command that installs it.
-    """
+    """Raise ImportError, with the command that installs it, where the extra ``[demo]`` is not installed."""
     for module, name in (("PIL", "Pillow"), ("skimage", "scikit-image")):
         if importlib.util.find_spec(module) is None:
             raise ImportError(
@@ -96,11 +87,7 @@ def require_packages() -> None:
 
 
 def is_whole(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder holds this recipe's JPEGs, every one as it was written.
-
-    Raises:
-        ForeignFolderError: the folder holds something else than the demo's data.
-    """
+    """Whether the folder holds this recipe's JPEGs, as written; ForeignFolderError where it holds something else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     try:
@@ -119,10 +106,7 @@ def is_whole(folder: Path, recipe: Recipe) -> bool:
 def make(folder: Path, recipe: Recipe, on_image: Callable[[], object] = lambda: None) -> None:
     """Make the folder, or make it again in place of what an earlier recipe left there.
 
-    Args:
-        folder: where the data shall lie.
-        recipe: what it shall hold.
-        on_image: called after every image, on this thread.
+    ``on_image`` is called after every image, on this thread.
     """
     photographs = load_photographs()
     unfinished = folder.with_name(f".{folder.name}.unfinished")

@@ -20,13 +20,7 @@ from lightning_gpuopt.utils.whole_file import write_whole
 
 
 def demonstrate(settings: DemoSettings, *, fix: bool, started: float) -> None:
-    """Train, print what was found, and train again with the advice.
-
-    Args:
-        settings: of the first run.
-        fix: apply the advice.
-        started: when the command began, by ``time.perf_counter``.
-    """
+    """Train, print what was found, and with ``fix`` train again; ``started`` is by ``time.perf_counter``."""
     for name in ("", BEFORE, *STEP_NAMES):
         remove_results(settings.output_dir / name)
     runs = [Run(settings, training.train(settings))]

@@ -32,28 +32,19 @@ _STEPS: Final = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is made of.
+    """What a step is made of."""
 
-    Attributes:
-        width: the network's channels, in multiples of those on the CPU.
-        batch_size: images a step.
-        step_s: seconds that the GPU takes for it.
-        loader_s: seconds that the loader needs for its batch at its best.
-    """
-
-    width: int
-    batch_size: int
-    step_s: float
-    loader_s: float
+    width: int  # the network's channels, in multiples of those on the CPU
+    batch_size: int  # images a step
+    step_s: float  # of the GPU
+    loader_s: float  # for its batch, at the loader's best
 
 
 def sizes_for(loader_s: float, image_s: Mapping[int, float], batch_size: int | None = None) -> Sizes:
     """The smallest network whose step takes long enough, and the smallest batch; else the largest of both.
 
-    Args:
-        loader_s: seconds that the loader needs for an image at its best.
-        image_s: seconds that a step takes for an image of a large batch, by width of the network.
-        batch_size: what was asked for; None: it is chosen.
+    ``loader_s`` is for an image at the loader's best, ``image_s`` a step's share for an image of a large batch, by
+    width. Without ``batch_size`` it is chosen.
     """
     target_s = least_image_s(loader_s, batch_size)
     width = next((each for each in sorted(image_s) if image_s[each] >= target_s), max(image_s))
@@ -75,11 +66,8 @@ def sized(
 ) -> tuple[DemoSettings, Sizes] | None:
     """Settings of a run whose step is long enough on this machine; None where a measurement failed.
 
-    Args:
-        settings: of the run on the CPU.
-        batch_size: what was asked for; None: it is chosen.
-        loader_s: measures the loader, see `loader_at_its_best`.
-        image_s: measures a width, see `image_on_cuda`.
+    ``loader_s`` measures the loader (`loader_at_its_best`), ``image_s`` a width (`image_on_cuda`). Without
+    ``batch_size`` it is chosen.
     """
     best_s = loader_s(settings)
     if best_s is None:

@@ -31,15 +31,10 @@ _CLEARLY_CHEAPER: Final = 0.8
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step may need of the machine.
-
-    Attributes:
-        on_cuda: whether training runs on a CUDA device.
-        has_dali: whether DALI can be used there.
-    """
+    """What a step may need of the machine."""
 
     on_cuda: bool = False
-    has_dali: bool = False
+    has_dali: bool = False  # whether DALI can be used there
 
     @classmethod
     def of(cls, outcome: Outcome) -> Machine:
@@ -49,25 +44,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Step:
-    """One piece of advice, ready to be applied.
+    """One piece of advice, ready to be applied."""
 
-    Attributes:
-        name: of its column and its folder.
-        cause: the finding that advises it.
-        code: what is applied, in lines.
-        arguments: what is new in it as plain data, for the report.
-        changes: fields of `DemoSettings`.
-        predicted: steps per second after over before, as (low, mid, high); None where the report does not say.
-        image_size: shorter side in pixels of the LMDB's images, where one is built first.
-    """
-
-    name: StepName
-    cause: str
-    code: tuple[str, ...]
-    arguments: dict[str, Any]
-    changes: dict[str, Any]
-    predicted: Interval | None
-    image_size: int | None = None
+    name: StepName  # of its column and its folder
+    cause: str  # of the finding that advises it
+    code: tuple[str, ...]  # what is applied, in lines
+    arguments: dict[str, Any]  # what is new in it as plain data, for the report
+    changes: dict[str, Any]  # fields of `DemoSettings`
+    predicted: Interval | None  # steps per second after over before; None: the report does not say
+    image_size: int | None = None  # pixels, shorter side in the LMDB, where one is built first
 
 
 def fast_decoder(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
@@ -184,13 +169,9 @@ STEPS: Final[tuple[Callable[[Finding, DemoSettings, Machine], Step | None], ...]
 def next_step(
     reports: Sequence[RunRecord], settings: DemoSettings, machine: Machine | None = None, tried: Collection[str] = ()
 ) -> Step | None:
-    """What is advised next, of what the demo can do; None where there is nothing.
+    """What is advised next by reports (the latest last), of what the demo can do and has not ``tried``; None: nothing.
 
-    Args:
-        reports: of the runs that are built upon; the latest is the last.
-        settings: of that run.
-        machine: what it runs on; None: no GPU.
-        tried: names of steps that are not to be tried again.
+    ``machine`` None: no GPU.
     """
     *earlier, latest = reports
     machine = machine or Machine()
@@ -214,15 +195,9 @@ def settings_after(settings: DemoSettings, outcome: Outcome) -> DemoSettings:
 
 
 def build(images: Path, folder: Path, image_size: int) -> int:
-    """Make ``train.lmdb`` and ``val.lmdb`` of the images, anew; nothing is left of a build that is interrupted.
+    """Make ``train.lmdb`` and ``val.lmdb`` of the images, anew; the bytes stored. An interrupted build leaves nothing.
 
-    Args:
-        images: holds ``train`` and ``val``.
-        folder: holds the datasets and nothing else.
-        image_size: shorter side in pixels.
-
-    Returns:
-        The bytes stored.
+    ``folder`` holds the datasets and nothing else; ``image_size`` is the shorter side in pixels.
     """
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier demo, which may have been killed
     try:

@@ -21,20 +21,12 @@ _UNKNOWN: Final = "–"
 
 @dataclass(frozen=True)
 class Run:
-    """One training of the demo.
-
-    Attributes:
-        settings: what it was told.
-        outcome: what it showed.
-        step: the advice that it applied; None for the first run.
-        proof: what was predicted of that and what was measured, against the run that it builds upon; None where there
-            is none.
-    """
+    """One training of the demo."""
 
     settings: DemoSettings
     outcome: Outcome
-    step: Step | None = None
-    proof: Proof | None = None
+    step: Step | None = None  # the advice that it applied; None for the first run
+    proof: Proof | None = None  # predicted and measured, against the run that it builds upon
 
     @property
     def name(self) -> str:
@@ -48,15 +40,7 @@ class Run:
 
 
 def table(runs: list[Run], width: int = 80) -> str:
-    """The runs in rows, in the order in which they were made; a column that no run fills is left out.
-
-    Args:
-        runs: the first is the one before any advice.
-        width: columns of the terminal.
-
-    Returns:
-        Lines without a newline at the end.
-    """
+    """The runs in rows, in their order; a column that no run fills is left out. ``width`` is the terminal's columns."""
     drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     drawn.add_column("", no_wrap=True)
     columns = {head: [cell(run) for run in runs] for head, cell in _COLUMNS.items()}

@@ -70,68 +70,37 @@ EXPECTED_WARNINGS = (
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """One training run of the demo.
+    """One training run of the demo."""
 
-    Attributes:
-        data_dir: folder with the images of ``train`` and ``val`` (see ``demo.data.make``); with ``storage="lmdb"``
-            ``train.lmdb`` and ``val.lmdb``.
-        output_dir: where the report and the metrics go.
-        epochs: passes over the training images.
-        max_steps: steps after which to stop before that (None: no such limit).
-        batch_size: images a step.
-        num_workers: worker processes of each DataLoader.
-        accelerator: as in ``Trainer``.
-        seed: of the weights, the order and the augmentation.
-        progress_bar: draw Lightning's progress bar; else one line for each validation.
-        storage: how images are read: ``"files"`` by a Dataset with PIL, ``"folder"`` by ImageFolderDataModule,
-            ``"lmdb"`` by LMDBDataModule, ``"dali"`` by DALIDataModule, from the LMDB where there is one.
-        persistent_workers: keep the worker processes between epochs, as the DataModules do anyway.
-        worker_search: have NumWorkersFinder change ``num_workers`` while training runs.
-        prefetch: have CudaPrefetcher copy batches to the GPU ahead.
-        width: the network's channels, in multiples of those on the CPU.
-        min_s: seconds that training takes at least, by more epochs; it is validated at its end alone then.
-    """
-
-    data_dir: Path
-    output_dir: Path
+    data_dir: Path  # with ``train`` and ``val``; for "lmdb" ``train.lmdb`` and ``val.lmdb``
+    output_dir: Path  # of the report and the metrics
     epochs: int
-    max_steps: int | None
+    max_steps: int | None  # None: no such limit
     batch_size: int
-    num_workers: int
-    accelerator: str
-    seed: int
-    progress_bar: bool
-    storage: Storage = "files"
-    persistent_workers: bool = False
-    worker_search: bool = False
-    prefetch: bool = False
-    width: int = 1
-    min_s: float = 0.0
+    num_workers: int  # of each DataLoader
+    accelerator: str  # as in ``Trainer``
+    seed: int  # of the weights, the order and the augmentation
+    progress_bar: bool  # Lightning's; else one line for each validation
+    storage: Storage = "files"  # by a Dataset with PIL, or the DataModule of that name; "dali" from the LMDB if any
+    persistent_workers: bool = False  # as the DataModules do anyway
+    worker_search: bool = False  # by NumWorkersFinder, while training runs
+    prefetch: bool = False  # by CudaPrefetcher
+    width: int = 1  # the network's channels, in multiples of those on the CPU
+    min_s: float = 0.0  # of training at least, by more epochs; validated at its end alone then
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed.
-
-    Attributes:
-        report: where the time went.
-        gpu: the monitor's figures over the whole run, empty without a GPU.
-        accuracy_percent: of the last validation.
-        steps: training steps done.
-        samples: images that they had.
-        device: what it ran on, for example ``"cpu"`` or ``"NVIDIA H200"``.
-        on_cuda: whether that is a CUDA device.
-        found_num_workers: what NumWorkersFinder chose; None where it did not search.
-    """
+    """What a run showed."""
 
     report: StallReport
-    gpu: dict[str, float]
-    accuracy_percent: float
+    gpu: dict[str, float]  # figures over the whole run, empty without a GPU
+    accuracy_percent: float  # of the last validation
     steps: int
-    samples: int
-    device: str
+    samples: int  # images in these steps
+    device: str  # such as ``"cpu"`` or ``"NVIDIA H200"``
     on_cuda: bool = False
-    found_num_workers: int | None = None
+    found_num_workers: int | None = None  # by NumWorkersFinder; None where it did not search
 
     @property
     def samples_per_s(self) -> float | None:
@@ -140,12 +109,7 @@ class Outcome:
 
 
 class Photographs(Dataset[tuple[Tensor, int]]):
-    """Images in class subfolders; a random resized crop and a flip in training, the middle square else.
-
-    Args:
-        folder: holds one subfolder of JPEGs per class.
-        train: augment.
-    """
+    """Images in class subfolders; a random resized crop and a flip in training, the middle square else."""
 
     def __init__(self, folder: Path, train: bool) -> None:
         self.files = sorted(folder.glob("*/*.jpg"))
@@ -175,11 +139,7 @@ class Photographs(Dataset[tuple[Tensor, int]]):
 
 
 class PhotographFiles(LightningDataModule):
-    """The loaders of those images, as most projects have them.
-
-    Args:
-        settings: of the run.
-    """
+    """The loaders of those images, as most projects have them."""
 
     def __init__(self, settings: DemoSettings) -> None:
         super().__init__()
@@ -205,13 +165,7 @@ class PhotographFiles(LightningDataModule):
 
 
 class PhotographNet(LightningModule):
-    """A small convnet that tells from which photograph a crop comes.
-
-    Args:
-        num_classes: number of photographs.
-        learning_rate: of AdamW.
-        width: multiplies the channels.
-    """
+    """A small convnet that tells from which photograph a crop comes; ``width`` multiplies the channels."""
 
     def __init__(self, num_classes: int, learning_rate: float = 1e-3, width: int = 1) -> None:
         super().__init__()
@@ -246,11 +200,7 @@ class PhotographNet(LightningModule):
 
 
 def train(settings: DemoSettings) -> Outcome:
-    """Train once and say where the time went.
-
-    Raises:
-        KeyboardInterrupt: the user stopped it; the Trainer has shut down in order.
-    """
+    """Train once and say where the time went; KeyboardInterrupt when the Trainer has shut down in order."""
     with _quiet():
         seed_everything(settings.seed)
         data = _data(settings)
@@ -345,12 +295,7 @@ def _images_in(loader: Any) -> int:
 
 
 class LongEnough(Callback):
-    """Adds epochs until training has taken so many seconds.
-
-    Args:
-        seconds: from its start on.
-        clock: seconds.
-    """
+    """Adds epochs until training has taken so many seconds from its start."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock = seconds, clock
