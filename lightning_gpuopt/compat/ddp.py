@@ -30,12 +30,7 @@ _DEFAULT_RATE: Final = 100
 
 
 class Reducer:
-    """DDP's reducer of one model.
-
-    Args:
-        model: what the strategy trains.
-        timed: whether to time its reductions more often than torch does; for the CPU only.
-    """
+    """DDP's reducer of one model; ``timed``, for the CPU only, times its reductions more often than torch does."""
 
     def __init__(self, model: DistributedDataParallel, *, timed: bool) -> None:
         self._model = model
@@ -55,10 +50,7 @@ class Reducer:
         self.facts = _facts_of(data, self._model)
 
     def close(self) -> None:
-        """Set torch's default rate, where the rate was set here.
-
-        torch does not tell the rate it has, so one that the user set before is not restored.
-        """
+        """Set torch's default rate, where the rate was set here; torch does not tell one that the user set before."""
         if self._rate != _DEFAULT_RATE:
             self._set_rate(_DEFAULT_RATE)
 

@@ -50,11 +50,9 @@ def never_start_loggers(trainer: Trainer) -> None:
 
 
 def leave_no_traces(trainer: Trainer, callback: Callback) -> None:
-    """Take a Trainer's checkpoint callbacks away, and its loggers; called in the ``setup`` of one of its callbacks.
+    """Take a Trainer's checkpoint callbacks away, and its loggers, in the ``setup`` of one of its callbacks.
 
-    Args:
-        trainer: the Trainer; it goes through its list of callbacks.
-        callback: the one whose turn it is. Lightning keeps checkpoints behind all others.
+    Lightning keeps checkpoints behind all others, and is going through the list.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     after = next(index for index, each in enumerate(callbacks) if each is callback) + 1

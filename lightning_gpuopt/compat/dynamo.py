@@ -55,17 +55,10 @@ def has_compiled() -> bool:
 
 
 def watch_compilations(begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
-    """Have functions called when torch begins and ends to compile, on the thread that compiles.
+    """Have functions called, with any arguments, when torch begins and ends to compile, on the compiling thread.
 
-    Args:
-        begins: called with any arguments.
-        ends: called with any arguments.
-
-    Returns:
-        What takes both away again; may be called more than once.
-
-    Raises:
-        CannotWatchError: the tracer is not loaded, or has no such callbacks any more.
+    Gives what takes both away, which may be called more than once. CannotWatchError where the tracer is not loaded, or
+    has no such callbacks any more.
     """
     handler: Any = getattr(sys.modules.get(_CALLBACK), "callback_handler", None)
     for name in _METHODS:

@@ -41,11 +41,9 @@ def calling_fetcher(collate_fn: Any, frame: FrameType) -> Any:
 
 
 def when_fetcher_is_made(begins: Callable[[Any, Any], object], made: Callable[[Any], object]) -> None:
-    """Have this process's fetchers, which take samples from the dataset, seen as they are made; for a worker only.
+    """Have this process's fetchers seen as they are made; for a worker only.
 
-    Args:
-        begins: called with dataset and ``collate_fn`` before: a stream's ``__iter__`` is called as its fetcher is made.
-        made: called with the fetcher.
+    ``begins`` gets dataset and ``collate_fn`` before: a stream's ``__iter__`` is called as its fetcher is made.
     """
     kinds = torch.utils.data._DatasetKind
     create = kinds.create_fetcher
@@ -116,14 +114,7 @@ def fetcher_for(dataset: Any, collate_fn: Callable[[Any], Any]) -> Any:
 
 
 def be_a_worker(worker: int, num_workers: int, base_seed: int, dataset: Any) -> None:
-    """Have this process be, for whoever asks, one of torch's workers: signals, threads, seeds, ``get_worker_info``.
-
-    Args:
-        worker: its number, from 0.
-        num_workers: how many there are.
-        base_seed: of their random numbers.
-        dataset: what they read.
-    """
+    """Have this process be one of torch's workers, from 0, for whoever asks: signals, threads, seeds, WorkerInfo."""
     set_fatal_handlers()
     torch.set_num_threads(1)
     seed = base_seed + worker
@@ -144,11 +135,7 @@ def is_wrapped(what: Any) -> bool:
 
 
 def raise_here(error: Any) -> NoReturn:
-    """Raise an exception, one that a worker has sent as its own type.
-
-    Raises:
-        Exception: that one.
-    """
+    """Raise an exception, one that a worker has sent as its own type."""
     try:
         if isinstance(error, ExceptionWrapper):
             error.reraise()  # type: ignore[no-untyped-call]

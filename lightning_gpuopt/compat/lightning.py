@@ -134,10 +134,9 @@ class LightningDataModule(_LightningDataModule):
 def _derive_from_each_name(first: str | None = None) -> None:
     """Have our classes derive from those of each name that is imported, so that ``isinstance`` is true by either.
 
-    Args:
-        first: the name whose classes give the hooks that we do not override. Lightning compares their code with its
-            own to know whether they are overridden, and the code of the two names differs in its docstrings. None: the
-            name that the program has imported itself, ``lightning.pytorch`` if both.
+    The classes of ``first`` give the hooks that we do not override: Lightning compares their code with its own to know
+    whether they are overridden, and the code of the two names differs in its docstrings. None: the name that the
+    program has imported itself, ``lightning.pytorch`` if both.
     """
     if first is None:
         first = next((name for name in _FOUND or reversed(_NAMES) if name in sys.modules), _NAMES[0])
@@ -168,10 +167,7 @@ def async_saves_copy() -> bool:
 
 
 def is_checkpoint(callback: object) -> bool:
-    """Whether a callback is a Checkpoint of ``lightning.pytorch`` or of ``pytorch_lightning``.
-
-    With both imported, the Trainer's callbacks may speak the name that we do not.
-    """
+    """Whether a callback is a Checkpoint of ``lightning.pytorch`` or of ``pytorch_lightning``: both may be imported."""
     return any(cls.__name__ == "Checkpoint" and cls.__module__.startswith(_MODULES) for cls in type(callback).__mro__)
 
 
@@ -181,12 +177,7 @@ def is_its_own(callback: object) -> bool:
 
 
 def is_plain_hook(owner: object, hook: str) -> bool:
-    """Whether a hook of a callback, module or strategy is Lightning's own, which does nothing.
-
-    Args:
-        owner: the callback, module or strategy.
-        hook: its name, of those that begin ``on_`` or that callbacks have.
-    """
+    """Whether a hook of a callback, module or strategy is Lightning's own, which does nothing."""
     if hook in vars(owner):
         return False
     defined = next((cls for cls in type(owner).__mro__ if hook in vars(cls)), None)
@@ -194,14 +185,9 @@ def is_plain_hook(owner: object, hook: str) -> bool:
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:
-    """Tell the user something once per Trainer, however many callbacks find the same cause.
+    """Tell the user something once per Trainer and ``cause``, whoever finds it; not ``warn``: an info line.
 
-    Args:
-        trainer: whose run it concerns.
-        cause: what makes two messages the same, for example ``"nvml-unavailable"``.
-        message: what happened, and what to do.
-        warn: a warning, else an info line.
-        every_rank: warn on each rank that finds it, not on rank 0 only.
+    ``every_rank`` warns on each rank that finds it, not on rank 0 only.
     """
     causes = _reported.setdefault(trainer, set())
     if cause in causes:
@@ -218,22 +204,13 @@ def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, e
 
 
 def notify(trainer: Trainer, message: str) -> None:
-    """Tell the user something that the report says as well, on rank 0.
-
-    Args:
-        trainer: whose run it concerns; one under :func:`hold_messages` is told nothing.
-        message: what happened.
-    """
+    """Tell the user, on rank 0, something that the report says as well; nothing under :func:`hold_messages`."""
     if trainer not in _held:
         rank_zero_info(message)
 
 
 def hold_messages(trainer: Trainer) -> list[str]:
-    """Have :func:`say_once` keep what it would tell the user of this Trainer, instead of printing it.
-
-    Returns:
-        The list that it goes to.
-    """
+    """Have :func:`say_once` keep what it would tell the user of this Trainer, in this list, instead of printing it."""
     messages: list[str] = []
     _held[trainer] = messages
     return messages
@@ -429,23 +406,15 @@ def profiler(trainer: Trainer) -> Profiler:
 
 
 def silence_worker_hint(loaders: str = r"\w+_dataloader") -> Callable[[], None]:
-    """Do not let Lightning advise more workers, for a loader that is faster without, or whose number is found.
+    """Keep Lightning from advising more workers for loaders (a regular expression of its names); gives the undo.
 
-    Args:
-        loaders: Lightning's name for them, a regular expression.
-
-    Returns:
-        The undo.
+    For a loader that is faster without, or whose number is found.
     """
     return _ignore(rf"The '{loaders}' does not have many workers")
 
 
 def silence_both_hooks(hook: str) -> Callable[[], None]:
-    """Do not let Lightning say that a DataModule's hook displaces the LightningModule's, where ours calls that one.
-
-    Returns:
-        The undo.
-    """
+    """Keep Lightning from saying that a DataModule's hook displaces the module's, where ours calls that; the undo."""
     return _ignore(f"You have overridden `{hook}` in both")
 
 
@@ -496,11 +465,10 @@ def stage_runner(trainer: Trainer) -> tuple[str, Callable[[], Any]] | None:
 
 
 def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
-    """Put ``replacement`` in front of the attribute or method ``name`` of this one object.
+    """Put ``replacement`` in front of the attribute or method ``name`` of this one object; gives the undo.
 
-    Returns:
-        The undo, which may be called more than once. It takes away only what was placed here: what somebody else put
-        on top since then stays. Where that is a shadow of ours too, its own undo leaves out what is undone by then.
+    It may be called more than once, and takes away only what was placed here: what somebody else put on top since then
+    stays. Where that is a shadow of ours too, its own undo leaves out what is undone by then.
     """
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)

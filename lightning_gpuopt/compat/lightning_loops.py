@@ -89,13 +89,9 @@ def set_fetcher(loop: Any, fetcher: Any) -> None:
 def take_through(trainer: Trainer, kind: type[Any], make: Callable[[Any], Any]) -> None:
     """Have the training loop take its batches through an iterator of ours; does nothing where it does so already.
 
-    Each epoch has a new iterator. Reads ``fit_loop._data_fetcher``, and writes its ``iterator``, which gives
-    ``(batch, batch_idx, dataloader_idx)`` (Lightning 2.5.0 to 2.6.6).
-
-    Args:
-        trainer: in a hook of a batch.
-        kind: the class of ours.
-        make: makes one, given the iterator of the epoch.
+    Each epoch has a new iterator, of class ``kind``, which ``make`` makes of the epoch's. Reads
+    ``fit_loop._data_fetcher``, and writes its ``iterator``, which gives ``(batch, batch_idx, dataloader_idx)``
+    (Lightning 2.5.0 to 2.6.6).
     """
     fetcher = _stock_fetcher(trainer)
     if not isinstance(fetcher.iterator, kind):
@@ -105,13 +101,10 @@ def take_through(trainer: Trainer, kind: type[Any], make: Callable[[Any], Any]) 
 def replay(trainer: Trainer, batches: Iterator[Any]) -> None:
     """Have the training loop take other batches from now on, in one epoch without end, and end the loaders' workers.
 
-    No validation comes any more. Called in ``on_train_batch_end``. Writes ``iterator``, ``length``, ``done`` and
-    ``batches`` of the fetcher, ``_FitLoop.max_batches`` and ``_TrainingEpochLoop.batch_progress.is_last_batch``, and
-    resets ``_FitLoop._combined_loader``, but for its ``_iterator`` (Lightning 2.5.0 to 2.6.6).
-
-    Args:
-        trainer: the Trainer.
-        batches: gives ``(batch, batch_idx, dataloader_idx)`` for ever.
+    No validation comes any more. Called in ``on_train_batch_end``; ``batches`` gives ``(batch, batch_idx,
+    dataloader_idx)`` for ever. Writes ``iterator``, ``length``, ``done`` and ``batches`` of the fetcher,
+    ``_FitLoop.max_batches`` and ``_TrainingEpochLoop.batch_progress.is_last_batch``, and resets
+    ``_FitLoop._combined_loader``, but for its ``_iterator`` (Lightning 2.5.0 to 2.6.6).
     """
     loop = trainer.fit_loop
     fetcher, placed = _stock_fetcher(trainer), fetcher_of(loop)
@@ -271,15 +264,11 @@ def put_loader_states(checkpoint: dict[str, Any], states: Any) -> None:
 
 
 def is_before_max_steps(trainer: Trainer, further: int, optimizer_steps: float | None, *, step_done: bool) -> bool:
-    """Whether ``max_steps`` lets a batch after the current one be trained on.
+    """Whether ``max_steps`` lets the batch that comes ``further`` after the current one be trained on.
 
-    Args:
-        trainer: whose training loop has a batch under way.
-        further: how many batches after that one.
-        optimizer_steps: optimizer steps that a batch takes, in manual optimization; None: not known.
-        step_done: whether the current batch's own optimizer step is over.
-
-    Reads ``_TrainingEpochLoop.batch_progress.current.ready`` (Lightning 2.5.0 to 2.6.6).
+    ``optimizer_steps`` are those that a batch takes in manual optimization (None: not known); ``step_done`` is whether
+    the current batch's own is over. Reads ``_TrainingEpochLoop.batch_progress.current.ready`` (Lightning 2.5.0 to
+    2.6.6).
     """
     if trainer.max_steps is None or trainer.max_steps < 0:
         return True

@@ -66,13 +66,7 @@ def default_store() -> Any:
 
 
 def nccl_entries(most: int = 4) -> list[dict[str, Any]]:
-    """The last collectives of this rank, by torch's NCCL flight recorder; empty where it is not on.
-
-    It is on where ``TORCH_NCCL_TRACE_BUFFER_SIZE`` is set.
-
-    Args:
-        most: how many of them.
-    """
+    """This rank's last collectives, by NCCL's flight recorder; empty without ``TORCH_NCCL_TRACE_BUFFER_SIZE``."""
     if not int(os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") or 0):
         return []
     try:
