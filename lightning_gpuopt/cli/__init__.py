@@ -26,14 +26,10 @@ WRONG_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command line, with the arguments after the program's name (None: this process's); gives the exit code.
 
-    Args:
-        argv: the arguments after the program's name (None: those of this process).
-
-    Returns:
-        The exit code: 0 fine, 1 it ran and found a problem, 2 wrong usage or a path that is not there, 130 interrupted.
-        What went wrong is one line on stderr, under ``--debug`` with the traceback.
+    0 fine, 1 it ran and found a problem, 2 wrong usage or a path that is not there, 130 interrupted. What went wrong is
+    one line on stderr, under ``--debug`` with the traceback.
     """
     arguments = sys.argv[1:] if argv is None else list(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that has no bars shows something else in their place

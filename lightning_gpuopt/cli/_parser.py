@@ -22,11 +22,7 @@ class UsageError(Exception):
 
 @contextmanager
 def writing_to(argument: str, path: object) -> Iterator[None]:
-    """Around writing to a path that an argument names.
-
-    Raises:
-        UsageError: it cannot be written to.
-    """
+    """Around writing to a path that an argument names; UsageError where it cannot be written to."""
     try:
         yield
     except OSError as error:
@@ -39,12 +35,7 @@ class Parser(ArgumentParser):
     """An ``ArgumentParser`` that raises :class:`UsageError` where the original prints its usage and exits."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise the parser's complaint.
-
-        Args:
-            message: jsonargparse's own words, possibly of several lines; some begin with a capital before 4.45.
-            ex: the exception behind it, if any.
-        """
+        """Raise the parser's complaint; jsonargparse's words may have several lines, and capitals before 4.45."""
         text = re.sub(r'Parser key "([\w.]+)":', lambda key: f"--{key[1].replace('_', '-')}:", message)
         text = text.replace("Unrecognized arguments", "unrecognized arguments", 1)
         program = self.prog.replace(" [options]", "")

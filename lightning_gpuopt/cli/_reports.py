@@ -15,15 +15,7 @@ _PLACES: Final = ("report.json", "*/report.json", "*/*/report.json")
 
 
 def load_report(name: str) -> StallReport:
-    """Read a report that ``StallDetector`` wrote.
-
-    Args:
-        name: its path, or a folder that ``post-mortem`` takes: a ``report_dir``, that of a watched run, or of all its
-            runs; the last report in it counts.
-
-    Raises:
-        UsageError: it is not there, or no report.
-    """
+    """Read a report of ``StallDetector``, or the last one in a folder that ``post-mortem`` takes; else UsageError."""
     from lightning_gpuopt.diagnosis.report import StallReport
 
     try:

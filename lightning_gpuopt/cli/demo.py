@@ -46,15 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Make the images where they are not there yet, train, print what was found, and train again with the advice.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        ImportError: the extra ``[demo]`` is not installed.
-        UsageError: a folder cannot be used, or there is no GPU though one was asked for.
-    """
+    """Make the images where they are not there yet, train, print what was found, and train again with the advice."""
     started = time.perf_counter()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # none of torch.profiler's own lines; read when torch is imported
     data.require_packages()

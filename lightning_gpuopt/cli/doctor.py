@@ -29,14 +29,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Look at everything, and print what was found, problems first.
-
-    Returns:
-        The exit code: 0, or 1 where a problem was found.
-
-    Raises:
-        UsageError: there is nothing at the path of the dataset, or neither a folder nor a file.
-    """
+    """Look at everything, and print what was found, problems first; 1 where there is one."""
     from lightning_gpuopt.doctor.check import as_data
     from lightning_gpuopt.doctor.examine import examine
     from lightning_gpuopt.doctor.render import render_checks

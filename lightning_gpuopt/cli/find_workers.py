@@ -55,14 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Search, and print the trials, a plot of them, and the choice.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        UsageError: there is no such function, or what it returns cannot be tried.
-    """
+    """Search, and print the trials, a plot of them, and the choice."""
     loader = _load(options.loader)
     from lightning_gpuopt.tuning.find import check_shared, find_num_workers
     from lightning_gpuopt.tuning.indices import own_sampling
@@ -119,11 +112,7 @@ def _in_words(error: str, name: str) -> str:
 
 
 def render(result: NumWorkersResult) -> str:
-    """The trials as a table with bars, and the choice.
-
-    Args:
-        result: of the search.
-    """
+    """The trials as a table with bars, and the choice."""
     trials = sorted(result.trials, key=lambda trial: trial.num_workers)
     most = max((trial.batches_per_s for trial in trials), default=1.0)
     lines = ["workers  batches/s  wait ms"] if trials else []

@@ -89,14 +89,7 @@ def _add_info(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Do what the action is.
-
-    Returns:
-        The exit code: 0, or 1 where ``verify`` or ``info`` found a problem, or 130 where ``build`` was interrupted.
-
-    Raises:
-        UsageError: a path is not there, or there already, or an argument does not fit.
-    """
+    """Do what the action is; 1 where ``verify`` or ``info`` found a problem, 130 where ``build`` was interrupted."""
     action: str = options.action
     try:
         return {"build": _build, "verify": _verify, "info": _info}[action](options[action])

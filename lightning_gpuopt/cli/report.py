@@ -38,11 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace) -> int:
     """Print the report, or the comparison, and write the page where one is asked for.
 
-    Returns:
-        The exit code: 0, or with ``--fail-if-slower`` 1 where the later run is slower, or cannot be judged.
-
-    Raises:
-        UsageError: a file is not there or holds no report, or the page cannot be written.
+    1 where with ``--fail-if-slower`` the later run is slower, or cannot be judged.
     """
     allowed = _percentage(options.fail_if_slower) if options.fail_if_slower is not None else None
     if allowed is not None and options.after is None:

@@ -58,17 +58,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:
-    """Run the command, and print what was found on stderr when it has ended.
+    """Run the command, and print what was found on stderr when it has ended; gives its exit code.
 
-    Args:
-        options: ours.
-        command: program and arguments.
-
-    Returns:
-        The command's exit code. Where a signal has ended it, this process ends by the same signal.
-
-    Raises:
-        UsageError: there is no command, it cannot be started, or the folder cannot be written to.
+    Where a signal has ended it, this process ends by the same signal.
     """
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")

@@ -62,14 +62,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the forecast.
-
-    Returns:
-        The exit code 0.
-
-    Raises:
-        UsageError: nothing is changed, the file is no report, or the report does not say enough.
-    """
+    """Print the forecast; UsageError where nothing is changed, or the report does not say enough."""
     from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf
 
     for name in ("link_gb_per_s", "gradient_bytes"):
