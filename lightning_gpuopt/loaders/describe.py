@@ -27,17 +27,10 @@ Facts = dict[str, Any]
 
 
 def describe(loader: Any, iterator: Any = None, *, key: str = "") -> LoaderDescription:
-    """What a loader is.
+    """What a loader is; ``key`` is its place in a CombinedLoader, empty where it is the only one.
 
-    Args:
-        loader: of any kind.
-        iterator: what runs over the DataLoader that it is, or that is inside it: its workers count, where the loader
-            is to have others from its next iterator on. None: nothing runs.
-        key: where it is in a CombinedLoader; empty where it is the only one.
-
-    Example::
-
-        describe(DataLoader(dataset, num_workers=4)).num_workers  # 4
+    The workers of ``iterator``, which runs over it or over the DataLoader inside it, count, where the loader is to have
+    others from its next iterator on.
     """
     kind, inner = kind_of(loader), dataloader_in(loader)
     found: Facts = {"kind": kind, "name": type(loader).__name__, "key": key, "keeps_state": keeps_state(loader)}

@@ -17,12 +17,9 @@ _LARGE: Final = ("torch", "numpy", "pyarrow", "pandas", "lightning", "pytorch_li
 
 
 def helpers_of(*roots: Any) -> tuple[list[threading.Thread], list[Any]]:
-    """The threads, and the processes of ``multiprocessing``, that live and that these objects hold on to.
+    """The living threads, and processes of ``multiprocessing``, that a loader and its iterator hold on to.
 
     What a suspended generator has in its variables is held, too. No attribute is asked for, so nothing runs.
-
-    Args:
-        roots: a loader and its iterator.
     """
     threads: dict[int, threading.Thread] = {}
     processes: dict[int, Any] = {}

@@ -12,15 +12,7 @@ _MAX_DEPTH: Final = 3
 
 
 def dataloader_in(loader: Any, depth: int = _MAX_DEPTH) -> DataLoader[Any] | None:
-    """The DataLoader that makes a loader's batches.
-
-    Args:
-        loader: a loader of any kind.
-        depth: how many attributes deep to look.
-
-    Returns:
-        The loader itself where it is a DataLoader; the only one behind its attributes; else None.
-    """
+    """The loader itself where it is a DataLoader; the only one behind its attributes, so many deep; else None."""
     if isinstance(loader, DataLoader):
         return loader
     if depth <= 0 or isinstance(loader, (str, bytes, dict, set, range)) or type(loader).__module__ == "builtins":

@@ -28,12 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class SeenLoader:
-    """A loader that a strategy has made ready; held weakly.
-
-    Args:
-        loader: what the Trainer iterates.
-        is_training: whether it was made for training; else for validation, or another loop.
-    """
+    """A loader that a strategy has made ready, for training or for another loop; held weakly."""
 
     def __init__(self, loader: Any, *, is_training: bool) -> None:
         self.is_training = is_training
@@ -73,13 +68,9 @@ class IteratorMaker(Protocol):
     """Makes the iterators of training loaders as well."""
 
     def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
-        """The training loop is about to iterate a loader, whose settings may still be changed.
+        """What makes the iterator that training wants, of a :data:`Create`; the loader's settings may be changed.
 
-        Args:
-            loader: the DataLoader.
-
-        Returns:
-            What makes the iterator, of a :data:`Create`; of several the first counts. None: the loader does so itself.
+        Of several the first counts. None: the loader does so itself.
         """
 
     def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
@@ -91,20 +82,11 @@ class StartWatcher(Protocol):
     """Is there when any loader's iterator starts its workers, for training or for validation."""
 
     def start_workers(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
-        """Make the iterator.
-
-        Args:
-            seen: whose.
-            create: makes it.
-        """
+        """Make the iterator."""
 
 
 class LoaderRegistry:
-    """The loaders of one Trainer. Use :meth:`of`.
-
-    Args:
-        trainer: the Trainer.
-    """
+    """The loaders of one Trainer. Use :meth:`of`."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = weakref.ref(trainer)
@@ -125,12 +107,7 @@ class LoaderRegistry:
     def subscribe(self, subscriber: LoaderSubscriber, trainer: Trainer) -> Callable[[], None]:
         """Hear of each loader from now on; call it in ``setup``, before the Trainer has asked for its loaders.
 
-        Args:
-            subscriber: a later one's iterators are put around an earlier one's.
-            trainer: the Trainer of this registry.
-
-        Returns:
-            The undo, which may be called more than once.
+        A later subscriber's iterators are put around an earlier one's. The undo may be called more than once.
         """
         if not self._subscribers:
             strategy = trainer.strategy
@@ -239,12 +216,8 @@ class LoaderRegistry:
 class _Maker:
     """In front of a loader's own way to make an iterator; pickled and copied as that.
 
-    The loader holds this, which therefore holds the loader weakly.
-
-    Args:
-        loader: the loader.
-        name: of its method.
-        make: called with what gives the method: an iterator may hold that, and the loader the iterator.
+    The loader holds this, which therefore holds the loader weakly. ``make`` is called with what gives the method: an
+    iterator may hold that, and the loader the iterator.
     """
 
     def __init__(self, loader: Any, name: str, make: Callable[[Callable[[], Callable[[], Any]]], Any]) -> None:
