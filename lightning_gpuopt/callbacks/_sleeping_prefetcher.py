@@ -19,11 +19,7 @@ class SleepingPrefetcher(CudaPrefetcher):
         self.is_awake = False
 
     def wake(self) -> None:
-        """Copy batches ahead from now on.
-
-        Raises:
-            CannotChange: it cannot look ahead in this run.
-        """
+        """Copy batches ahead from now on; CannotChange where it cannot look ahead in this run."""
         if self._run is None:
             raise CannotChange("CudaPrefetcher cannot be used in this run")
         if (reason := self._run.why_not) is not None:
