@@ -185,7 +185,7 @@ def is_plain_hook(owner: object, hook: str) -> bool:
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:
-    """Tell the user something once per Trainer and ``cause``, whoever finds it; not ``warn``: an info line.
+    """Tell the user something once per Trainer and ``cause``, however many find it; ``warn=False`` is an info line.
 
     ``every_rank`` warns on each rank that finds it, not on rank 0 only.
     """

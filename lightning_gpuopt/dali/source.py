@@ -159,7 +159,7 @@ class BatchSource:
         self._slow = False
 
     def batches(self, plan: Iterable[BatchIndices]) -> Generator[EncodedBatch, None, None]:
-        """The batches of these samples, in order; CorruptSampleError where one is unreadable and not skipped."""
+        """The batches of these samples, in order; CorruptSampleError for one, or with skipping for a whole batch."""
         reading: deque[_PendingRead] = deque()
         try:
             for indices in plan:

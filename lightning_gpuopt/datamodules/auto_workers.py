@@ -24,7 +24,7 @@ _LARGE_BATCH: Final = 256 << 20
 
 
 def auto_workers(loader: ElasticLoader, held: Sequence[Held], loaders_on_node: int) -> tuple[int, str | None]:
-    """How many processes a loader (0: it needs none) starts unasked, and why fewer than CPUs, if worth a word.
+    """How many of a loader's processes (one a CPU, or 0) start unasked, and why fewer, where that is worth a word.
 
     ``held`` is what its dataset holds that processes cannot share; ``loaders_on_node`` those whose batches lie in
     ``/dev/shm`` at the same time, of all ranks.

@@ -36,7 +36,7 @@ class Sizes:
 
     width: int  # the network's channels, in multiples of those on the CPU
     batch_size: int  # images a step
-    step_s: float  # of the GPU
+    step_s: float  # that the GPU takes for it
     loader_s: float  # for its batch, at the loader's best
 
 

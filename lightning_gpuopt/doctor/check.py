@@ -23,7 +23,7 @@ class Check:
     status: Status  # "note": worth knowing; "problem": it holds a GPU back, or will; "unknown": not found out
     found: str  # in one line
     measured: dict[str, Any] = field(default_factory=dict)  # the unit is in each name
-    why: str = ""  # it matters; empty where all is well
+    why: str = ""  # why it matters; empty where all is well
     fix: str = ""  # a command or a setting; empty where there is none
 
 

@@ -33,7 +33,7 @@ class CopyRates:
     pinned_gb_s: float
     pageable_gb_s: float  # from ordinary memory
     generation: int | None = None  # of the PCIe link while copies ran; None where NVML did not tell
-    lanes: int | None = None  # then; None where NVML did not tell
+    lanes: int | None = None  # of it then; None where NVML did not tell
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class HostFacts:
     machine_cpus: int
     affinity_cpus: int  # that this process may run on
     quota_cpus: float | None = None  # by the cgroup; None without a quota
-    throttled_percent: float | None = None  # of the periods under the quota, 0-100, since the cgroup was made
+    throttled_percent: float | None = None  # 0-100 % of the scheduler's periods; None without a quota
     free_cpus: float | None = None  # idle just now, of those that this process may use
     memory_total_mib: float | None = None
     memory_available_mib: float | None = None  # to this process, by its cgroup too
@@ -113,7 +113,7 @@ class DataFacts:
     total_mib: float = 0.0  # of the files found
     # files by the upper end of their size: ``"16_kib"``, or ``"more"``
     sizes: dict[str, int] = field(default_factory=dict)
-    read: ReadRates | None = None  # at random
+    read: ReadRates | None = None  # samples at random
     as_lmdb: ReadRates | None = None  # the same samples from an LMDB; None where that was not measured
     decode_s: float | None = None  # of one image with PIL; None where the samples are no images
     image_folder: bool = False  # images in class subfolders, which ``lmdb build`` reads as it is

@@ -68,8 +68,8 @@ def measure_images(
 ) -> ImageCosts | None:
     """Measure what images cost, in about `budget_s` and without global random state; None where none can be decoded.
 
-    An image that cannot be read (`read` gives None) or decoded is skipped; the first 16 of the others are measured.
-    `crop_size` None is 224, as most models have it.
+    The first 16 are measured; one that cannot be read (`read` gives None) or decoded is skipped. `crop_size` None is
+    224, as most models have it.
     """
     crop_size = crop_size or _CROP_SIZE
     _warm_up(crop_size)

@@ -244,8 +244,8 @@ class _Folder:
     """What lies in a folder itself."""
 
     path: str
-    changed: int  # ns
-    identity: _Identity  # by whatever path
+    changed: int  # its time of change in ns
+    identity: _Identity  # the same by whatever path
     images: list[str] = field(default_factory=list)  # names
     links: list[str] = field(default_factory=list)  # paths of links to other folders
     others: Counter[str] = field(default_factory=Counter)  # left out, by the ends of their names

@@ -236,7 +236,7 @@ def targets_of(dataset: Any) -> np.ndarray[Any, Any]:
 
 
 def balanced_weights(targets: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """For each sample the inverse of how many have its label (float64); ValueError where labels are no numbers."""
+    """For each sample the inverse of how many have its label (float64); ValueError where one is no single value."""
     if targets.ndim != 1 or targets.dtype.kind not in "biufU":
         raise ValueError(
             f"weights='balanced' wants one label a sample, a number or a text; got {targets.dtype} of shape "

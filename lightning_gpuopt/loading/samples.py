@@ -74,7 +74,7 @@ class EpochSamples(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """A batch without the samples that are skipped; CorruptSampleError where none is left, or skipped."""
+        """A batch without its unreadable samples; CorruptSampleError where none is left, or none may be skipped."""
         epoch, first = (indices.epoch, indices.first) if isinstance(indices, BatchIndices) else (0, 0)
         self.read_ahead(indices)
         samples = []

@@ -46,7 +46,7 @@ class Fit:
 def render_end(
     watch: Watch, command: Sequence[str], code: int, report_dir: str | None = None, *, died: str = ""
 ) -> str:
-    """The lines that the command ends with, while the notes are there; ``code`` is minus a signal's number.
+    """The lines that the command ends with, while the notes are there; a negative ``code`` is a signal's number.
 
     ``report_dir`` is the run's, where it was named; ``died`` is the post-mortem, or empty.
     """

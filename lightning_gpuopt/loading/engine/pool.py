@@ -132,7 +132,7 @@ class LoaderPool:
                 connection.send((layout, self.threads))
 
     def resize(self, processes: int, layout: Layout) -> int:
-        """Have so many processes from now on; how many there are then, as those too many end what they were asked."""
+        """Have so many processes; those too many end once what they were asked is done. How many there are then."""
         here = len(self.running) - (self._told - self._gone)
         room = len(self._control.readers) // self.threads - len(self.processes)
         wanted = min(processes, here + room)

@@ -289,9 +289,9 @@ class BlockRing(Blocks):
             self._empty.add(number)
 
     def forking(self) -> SharedFile | None:
-        """What this process holds is not written to while the process to be forked lives, which keeps a pipe's end.
+        """What this process holds is not written to while the process that is about to be forked lives.
 
-        None: it gets nothing that is held.
+        Gives the end of a pipe that the other process is to keep; None: it gets nothing that is held.
         """
         with self._lock:
             held = [lent for lent in self._lent if lent.holder() is not None]
