@@ -12,12 +12,10 @@ from lightning_gpuopt.measurements.loader_description import LoaderKind
 
 
 def kind_of(loader: Any) -> LoaderKind:
-    """The kind of a loader."""
-    for cls in type(loader).__mro__:
-        module = f"{cls.__module__}."
-        for prefix, kind in _BY_MODULE.items():
-            if module.startswith(f"{prefix}."):
-                return kind
+    """The kind of a loader, whatever it is."""
+    library = library_of(loader)
+    if library is not None and library.kind is not None:
+        return library.kind
     if isinstance(getattr(loader, "num_threads", None), int) and callable(getattr(loader, "times", None)):
         return "pipeline"
     return "torch" if isinstance(loader, DataLoader) or dataloader_in(loader) is not None else "iterable"
