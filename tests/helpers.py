@@ -14,7 +14,7 @@ from time import monotonic, sleep  # bound here: also real where a test simulate
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from torch.utils.data import DataLoader, TensorDataset
@@ -109,6 +109,16 @@ def final_weights(trainer: Trainer, seed: int = 0, **model_kwargs: Any) -> dict[
     model = TinyModel(**model_kwargs)
     trainer.fit(model)
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class AfterBatch(Callback):
+    """Calls ``act(trainer, batch_idx)`` after each training batch."""
+
+    def __init__(self, act: Callable[[Any, int], object]) -> None:
+        self.act = act
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.act(trainer, batch_idx)
 
 
 class Clock:

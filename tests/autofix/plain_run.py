@@ -149,7 +149,6 @@ class PlainRun:
         waiting: Sequence[str] = (),
         fixes: Sequence[Any] = FIXES,
         rank: int = 0,
-        several_ranks: bool = False,
         run_length: RunLength = LONG,
         facts: LoaderFacts | None = None,
         guard: AbstractContextManager[Any] | None = None,
@@ -161,7 +160,7 @@ class PlainRun:
         self.length, self.facts, self.batch_s = run_length, facts, batch_s
         self.messages: list[str] = []
         self.setup_s, self.epochs = 0.0, 0
-        self.broadcast = PlainBroadcast() if several_ranks else None
+        self.broadcast = PlainBroadcast()
         settings, around = self.settings, guard or nullcontext()
         self.controller = AutoFixController(
             settings,  # type: ignore[arg-type]
@@ -172,7 +171,7 @@ class PlainRun:
             rank=rank,
             cpus=cpus,
         )
-        self.controller.start(self.broadcast or PlainBroadcast())  # type: ignore[arg-type]
+        self.controller.start(self.broadcast)  # type: ignore[arg-type]
 
     @property
     def changes(self) -> list[Change]:

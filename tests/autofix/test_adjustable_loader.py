@@ -7,46 +7,20 @@ No worker is started: what runs, and what a training sees of it, is shown with r
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader
 
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.tuning.running import RunningLoader
-
-
-class Numbers(Dataset[torch.Tensor]):
-    def __init__(self) -> None:
-        self.extra = 0
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index)])
-
-
-class Epochs(Numbers):
-    def set_epoch(self, epoch: int) -> None:
-        self.extra = epoch
-
-
-class Draws(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.rand(1)
-
-
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Any:
-        return iter(torch.zeros(40, 2))
+from tests.callbacks.auto_fix_runs import Numbers, loader
+from tests.tuning.datasets import Stream
 
 
 class Keeps(DataLoader[torch.Tensor]):
@@ -54,31 +28,6 @@ class Keeps(DataLoader[torch.Tensor]):
 
     def state_dict(self) -> dict[str, Any]:
         return {}
-
-
-class Iterates(DataLoader[torch.Tensor]):
-    """Somebody's own loader that makes its iterators itself."""
-
-    def _get_iterator(self) -> Any:
-        return super()._get_iterator()
-
-
-class Shuffles(Sampler[int]):
-    """Draws each index from the global random state."""
-
-    def __len__(self) -> int:
-        return 40
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(int(torch.randint(40, ()).item()) for _ in range(40))
-
-
-class Closed:
-    """Cannot be looked into."""
-
-    @property
-    def __dict__(self) -> Any:  # type: ignore[override]
-        raise TypeError("nobody looks into a Closed")
 
 
 class Fetcher:
@@ -139,57 +88,28 @@ class Rig:
         list(self.loops._data_fetcher)
 
 
-def loader(dataset: Any = None, **kwargs: Any) -> DataLoader[Any]:
-    return DataLoader(dataset or Numbers(), **{"batch_size": 2, "num_workers": 1, **kwargs})
-
-
-def without_workers(dataset: Any = None, **kwargs: Any) -> DataLoader[Any]:
-    return loader(dataset, num_workers=0, **kwargs)
-
-
 class TestWhatIsLeftAlone:
     @pytest.mark.parametrize(
         ("made", "why"),
         [
-            (
-                lambda: [loader(), loader()],
-                "there are several training loaders, and nothing says which one it is about",
-            ),
-            (lambda: [], "there is no training loader"),
-            (
-                lambda: [Keeps(Numbers(), 2, num_workers=1)],
-                "the state of a Keeps holds for the settings that it began with",
-            ),
-            (lambda: [[1, 2]], "AutoFix leaves a list alone, which is no torch DataLoader"),
+            ([], "there is no training loader"),
+            ([loader(), loader()], "there are several training loaders, and nothing says which one it is about"),
+            ([[1, 2]], "AutoFix leaves a list alone, which is no torch DataLoader"),
+            ([Keeps(Numbers(), 2, num_workers=1)], "the state of a Keeps holds for the settings that it began with"),
         ],
     )
-    def test_a_loader_that_cannot_be_changed(self, made: Callable[[], list[Any]], why: str) -> None:
-        rig = Rig(*made())
+    def test_a_loader_that_cannot_be_changed(self, made: list[Any], why: str) -> None:
+        rig = Rig(*made)
         assert rig.change("num_workers", 3) == why
         assert rig.change("prefetch_factor", 5) == why
 
-    @pytest.mark.parametrize(
-        ("made", "why"),
-        [
-            (
-                lambda: StatefulDataLoader(Numbers(), 2, num_workers=1),
-                "the state of a StatefulDataLoader holds for the settings that it began with",
-            ),
-            (lambda: Iterates(Numbers(), 2, num_workers=1), "a Iterates makes its iterators itself"),
-            (
-                lambda: DataLoader(Stream(), 2, num_workers=1),
-                "AutoFix leaves an IterableDataset alone, since what it yields depends on the workers (iterable=True: "
-                "not alone)",
-            ),
-        ],
-        ids=["stateful", "own-iterators", "iterable"],
-    )
     @pytest.mark.parametrize("setting", ["num_workers", "persistent_workers"])
-    def test_workers_that_cannot_be_changed_where_more_may_be_prepared_ahead(
-        self, made: Callable[[], Any], why: str, setting: str
-    ) -> None:
-        rig = Rig(made())
-        assert rig.change(setting, True if setting == "persistent_workers" else 3) == why
+    def test_the_workers_of_a_stream_of_which_more_may_be_prepared_ahead(self, setting: str) -> None:
+        rig = Rig(loader(Stream(40), shuffle=False))
+        assert rig.change(setting, 3) == (
+            "AutoFix leaves an IterableDataset alone, since what it yields depends on the workers (iterable=True: not "
+            "alone)"
+        )
         assert rig.change("prefetch_factor", 5) is False
 
     def test_one_that_was_made_before(self) -> None:
@@ -237,17 +157,12 @@ class TestADataLoaderInALoader:
 
 
 class TestTheLastEpoch:
-    @pytest.mark.parametrize(
-        ("made", "setting", "value"),
-        [(without_workers, "num_workers", 2), (loader, "prefetch_factor", 5), (loader, "pin_memory", True)],
-    )
     @pytest.mark.parametrize(("epochs", "at"), [(1, 0), (3, 2)])
-    def test_what_takes_a_new_iterator_comes_too_late(
-        self, made: Any, setting: str, value: Any, epochs: int, at: int
-    ) -> None:
-        rig = Rig(made(), max_epochs=epochs, current_epoch=at)
-        assert rig.change(setting, value) == "it takes a new iterator of the loader, and this epoch is the last"
-        assert rig.adjustable.is_settled
+    def test_what_takes_a_new_iterator_comes_too_late(self, epochs: int, at: int) -> None:
+        for made, setting, value in ((loader(num_workers=0), "num_workers", 2), (loader(), "prefetch_factor", 5)):
+            rig = Rig(made, max_epochs=epochs, current_epoch=at)
+            assert rig.change(setting, value) == "it takes a new iterator of the loader, and this epoch is the last"
+            assert rig.adjustable.is_settled
 
     @pytest.mark.parametrize("epochs", [None, -1, 2])
     def test_is_not_this_where_another_comes(self, epochs: int | None) -> None:
@@ -306,51 +221,21 @@ class TestWithTheNextIterator:
         assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (2, True)
         assert rig.change("num_workers", 2) == why
 
-    def test_what_is_taken_back_before_it_came_never_comes(self) -> None:
-        rig = Rig(loader())
-        rig.change("prefetch_factor", 5)
-        rig.adjustable.take_back("prefetch_factor", 2)
-        assert rig.adjustable.is_settled
-        rig.epoch()
-        assert rig.loaders[0].prefetch_factor == 2
-
-    def test_what_is_taken_back_after_that_comes_with_the_one_after_it(self) -> None:
-        rig = Rig(loader())
-        rig.change("prefetch_factor", 5)
-        rig.epoch()
-        rig.adjustable.take_back("prefetch_factor", 2)
-        assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (5, False)
-        rig.epoch()
-        assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (2, True)
-
-    def test_or_with_the_end(self) -> None:
-        rig = Rig(loader())
-        rig.change("prefetch_factor", 5)
-        rig.epoch()
-        rig.adjustable.take_back("prefetch_factor", 2)
-        rig.adjustable.undo({})
-        assert rig.loaders[0].prefetch_factor == 2
-
-    def test_first_workers_are_refused_where_reading_draws(self) -> None:
-        rig = Rig(without_workers(Draws()))
-        assert rig.change("num_workers", 2) is False
-        rig.epoch()
-        assert rig.adjustable.refused == {
-            "num_workers": "reading the dataset draws from the process's random state, which training's own draws "
-            "follow: with workers training would be another"
-        }
-        assert (rig.loaders[0].num_workers, rig.loaders[0].prefetch_factor) == (0, None)
-        assert rig.adjustable.looked_s > 0
-
-    def test_workers_are_refused_where_the_dataset_has_changed_since_the_last_epoch(self) -> None:
-        rig = Rig(without_workers())
-        rig.epoch()
-        rig.change("num_workers", 2)
-        rig.loaders[0].dataset.extra = 100
-        rig.epoch()
-        assert rig.adjustable.refused == {
-            "num_workers": "the dataset changes while training runs, and workers would keep the old one"
-        }
+    def test_what_is_taken_back_comes_no_more_or_goes_with_the_next_or_with_the_end(self) -> None:
+        rig, factors = Rig(loader()), []
+        for ends in (False, True):
+            rig.change("prefetch_factor", 5)
+            rig.adjustable.take_back("prefetch_factor", 2)
+            assert rig.adjustable.is_settled
+            rig.epoch()
+            factors.append(rig.loaders[0].prefetch_factor)
+            rig.change("prefetch_factor", 5)
+            rig.epoch()
+            rig.adjustable.take_back("prefetch_factor", 2)
+            assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (5, False)
+            rig.adjustable.undo({}) if ends else rig.epoch()
+            factors.append(rig.loaders[0].prefetch_factor)
+        assert factors == [2, 2, 2, 2]
 
     def test_a_fault_in_setting_it_is_a_refusal(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def broken(*args: Any) -> None:
@@ -395,22 +280,6 @@ class TestTheEnd:
         rig.adjustable.undo({})
         assert rig.trainer.strategy.process_dataloader is rig.own
         assert own is not vars(rig.loaders[0])["_get_iterator"]
-
-    def test_settings_are_as_they_are_to_be(self) -> None:
-        rig = Rig(loader())
-        rig.change("num_workers", 3)
-        rig.change("prefetch_factor", 5)
-        rig.epoch()
-        rig.adjustable.undo({"num_workers": 1, "persistent_workers": False})
-        made = rig.loaders[0]
-        assert (made.num_workers, made.prefetch_factor, made.persistent_workers) == (1, 5, False)
-
-    def test_a_loader_without_workers_has_no_batches_ahead(self) -> None:
-        made = without_workers()
-        rig = Rig(made)
-        made.num_workers, made.prefetch_factor = 2, 2
-        rig.adjustable.undo({"num_workers": 0})
-        assert (made.num_workers, made.prefetch_factor) == (0, None)
 
 
 class Prefetch:

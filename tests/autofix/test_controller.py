@@ -13,7 +13,7 @@ from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.tuning.tuned_loader import DRAWS
-from tests.autofix.plain_run import FAST, GAIN, LONG, SLOW, PlainBroadcast, PlainRun, finding, window
+from tests.autofix.plain_run import FAST, GAIN, SLOW, PlainBroadcast, PlainRun, finding, window
 
 MORE = finding(num_workers=2)
 FIRST = finding("main_process_loading", num_workers=2)
@@ -100,13 +100,11 @@ class TestBeforeAChange:
         ]
 
     def test_of_several_loaders_the_one_that_is_found_first_is_changed_on_all_ranks(self) -> None:
-        run = PlainRun({"num_workers": 1}, several_ranks=True)
+        run = PlainRun({"num_workers": 1})
         tried(run, finding(loader="slow", num_workers=2))
         assert run.log == [("aim", "slow"), ("change", "num_workers", 2)]
-        assert run.broadcast is not None
         assert run.broadcast.sent[0] == ["aim", "slow", None]
-        other = PlainRun({"num_workers": 1}, rank=1, several_ranks=True)
-        assert other.broadcast is not None
+        other = PlainRun({"num_workers": 1}, rank=1)
         other.broadcast.came = list(run.broadcast.sent)
         other.controller.obey()
         assert other.log == run.log
@@ -161,6 +159,12 @@ class TestAChangeAtOnce:
             taken_back("prefetch_factor", 2, 4, measured=1.0),
         ]
         assert run.settings.values["prefetch_factor"] == 2
+        assert run.broadcast.sent == [
+            ["change", "num_workers", 2],
+            ["keep", "num_workers", None],
+            ["change", "prefetch_factor", 4],
+            ["back", "prefetch_factor", 2],
+        ]
 
     def test_after_one_that_was_taken_back_the_next_waits_for_new_windows(self) -> None:
         run = tried(one_worker(), MORE, AHEAD)
@@ -242,10 +246,9 @@ class TestAChangeWithTheNextEpoch:
 
 
 def test_what_is_refused_now_is_advised_and_the_next_is_tried_in_the_same_window() -> None:
-    run = one_worker(several_ranks=True)
+    run = one_worker()
     run.settings.refuses["num_workers"] = "there is no room for more workers, limited by memory"
     tried(run, MORE, AHEAD)
-    assert run.broadcast is not None
     assert run.broadcast.sent == [["change", "prefetch_factor", 4]]
     assert run.changes == [
         Change("num_workers", 1, 2, GAIN, why="there is no room for more workers, limited by memory"),
@@ -369,6 +372,12 @@ class TestWorkersThatAreNotForked:
             kept("num_workers", 1, 2, measured=0.6 / (0.25 + 0.1 / 6)),
             Change("persistent_workers", False, True, kept=True, why=WITH_WORKERS),
         ]
+        assert run.broadcast.sent == [
+            ["change", "num_workers", 2],
+            ["change", "persistent_workers", True],
+            ["keep", "num_workers", None],
+            ["keep", "persistent_workers", None],
+        ]
         run.epoch(9.0)  # it is not looked at again
         run.windows(5, FAST)
         assert [each.kept for each in run.changes] == [True, True]
@@ -384,6 +393,7 @@ class TestWorkersThatAreNotForked:
             ("persistent_workers", False, NO_GAIN),
         ]
         assert run.log[2:] == [("back", "num_workers", 1), ("back", "persistent_workers", False)]
+        assert run.broadcast.sent[2:] == [["back", "num_workers", 1], ["back", "persistent_workers", False]]
         run.windows(30, SLOW, LIVE_ON)
         assert len(run.changes) == 2
         run.controller.undo()
@@ -480,13 +490,6 @@ class TestWorkersThatLiveOn:
     def test_the_first_batch_of_an_epoch_is_made_with_them_as_well(self) -> None:
         [change] = self.run(5.0, 1.0, batch_s=0.5).changes
         assert change.predicted == pytest.approx((6.0 / 5.5 / 1.07, 6.0 / 5.5, 6.0 / 5.5 * 1.07))
-
-    def test_where_the_length_of_an_epoch_is_not_known_nothing_is_predicted(self) -> None:
-        run = self.run(5.0, 1.0, 1.0, run_length=LONG)
-        run.epoch(0.25)
-        run.window(SLOW)
-        why = "not predicted: the length of an epoch is not known"
-        assert run.changes == [kept("persistent_workers", False, True, measured=None, predicted=None, why=why)]
 
     def test_the_steps_of_its_trial_are_not_those_before_the_next_change(self) -> None:
         run = self.run(5.0, 1.0)
@@ -621,74 +624,38 @@ class TestTheEndOfTraining:
         assert run.loader.undone == [{}]
 
     def test_undone_without_it_and_twice(self) -> None:
-        run = tried(one_worker(several_ranks=True), MORE)
+        run = tried(one_worker(), MORE)
         run.controller.undo()
         run.controller.undo()
         assert run.changes == [taken_back("num_workers", 1, 2, measured=None, why=TOO_SHORT)]
         assert run.loader.undone == [{"num_workers": 1}] * 2
-        assert run.broadcast is not None
         assert run.broadcast.closed == 2
 
 
 class TestRanks:
-    def test_rank_0_sends_what_it_does(self) -> None:
-        run = tried(one_worker(several_ranks=True), MORE, AHEAD)
-        assert run.broadcast is not None
-        assert run.broadcast.sent == [["change", "num_workers", 2]]
-        run.windows(SKIPPED + PROOF, FAST, AHEAD)
-        run.windows(SKIPPED + 3, 0.5)
-        assert run.broadcast.sent == [
-            ["change", "num_workers", 2],
-            ["keep", "num_workers", None],
-            ["change", "prefetch_factor", 4],
-            ["back", "prefetch_factor", 2],
-        ]
-
-    def test_and_with_it_the_workers_that_persist(self) -> None:
-        case = TestWorkersThatAreNotForked()
-        run = case.slow(epoch_s=1.0, several_ranks=True)
-        run.epoch(1.0)
-        run.windows(1 + SKIPPED + PROOF, FAST)
-        assert run.broadcast is not None
-        assert run.broadcast.sent == [
-            ["change", "num_workers", 2],
-            ["change", "persistent_workers", True],
-            ["keep", "num_workers", None],
-            ["keep", "persistent_workers", None],
-        ]
-        run = case.slow(epoch_s=1.0, several_ranks=True)
-        run.epoch(1.0)
-        run.windows(1 + SKIPPED + 3, 0.9)
-        assert run.broadcast is not None
-        assert run.broadcast.sent[2:] == [["back", "num_workers", 1], ["back", "persistent_workers", False]]
-
-    def test_and_what_is_taken_back_once_an_epoch_has_begun(self) -> None:
-        run = one_worker(run_length=RunLength(10, 5), several_ranks=True)
+    def test_rank_0_sends_what_is_taken_back_once_an_epoch_has_begun(self) -> None:
+        run = one_worker(run_length=RunLength(10, 5))
         run.epoch()
         run.windows(BEFORE, SLOW, MORE)
         run.windows(SKIPPED + PROOF, FAST)
         run.epoch(5.0)
         run.window(FAST)
-        assert run.broadcast is not None
         assert run.broadcast.sent[-1] == ["back", "num_workers", 1]
-        other = one_worker(rank=1, several_ranks=True)
-        assert other.broadcast is not None
+        other = one_worker(rank=1)
         other.broadcast.came = list(run.broadcast.sent)
         other.controller.obey()
         other.controller.undo()
         assert other.loader.undone == [{}]  # it ends with what rank 0 has
 
     def test_the_others_decide_nothing_and_look_after_their_workers(self) -> None:
-        run = one_worker(rank=1, several_ranks=True)
+        run = one_worker(rank=1)
         run.loader.problems.append("gone")
         run.windows(30, SLOW, MORE)
         assert (run.changes, run.log, list(run.loader.problems)) == ([], [], [])
-        assert run.broadcast is not None
         assert run.broadcast.sent == []
 
     def test_they_obey(self) -> None:
-        run = one_worker(rank=1, several_ranks=True)
-        assert run.broadcast is not None
+        run = one_worker(rank=1)
         run.broadcast.came = [["change", "num_workers", 2], ["change", "prefetch_factor", 4]]
         run.controller.obey()
         run.broadcast.came = [["back", "prefetch_factor", 2]]
@@ -706,16 +673,14 @@ class TestRanks:
         assert run.loader.undone[1:] == [{}]
 
     def test_where_one_cannot_the_rest_of_the_news_counts_all_the_same(self) -> None:
-        run = one_worker(rank=1, several_ranks=True)
+        run = one_worker(rank=1)
         run.settings.refuses["num_workers"] = "no room here"
-        assert run.broadcast is not None
         run.broadcast.came = [["change", "num_workers", 2], ["change", "prefetch_factor", 4]]
         run.controller.obey()
         assert run.log == [("change", "prefetch_factor", 4)]
 
     def test_a_copy_ahead_begins_another_run_for_rank_0_alone(self) -> None:
-        run = PlainRun({"num_workers": 1}, rank=1, several_ranks=True)
-        assert run.broadcast is not None
+        run = PlainRun({"num_workers": 1}, rank=1)
         run.broadcast.came = [["change", "device_prefetch", True]]
         run.controller.obey()
         assert run.settings.values["device_prefetch"] is True

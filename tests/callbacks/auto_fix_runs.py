@@ -13,21 +13,17 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import AutoFix, Finding, StallDetector
 from lightning_gpuopt.compat.dataloader import worker_pids
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.detector.session import DetectorSession
+from tests.autofix.plain_run import finding as finding
 from tests.helpers import tiny_trainer
 
 WINDOW = 2
-GAIN = (1.5, 2.0, 2.5)
 SLOW, FAST = 0.010, 0.005
-
-
-def finding(cause: str = "slow_transform", predicted: Any = GAIN, loader: str = "", **settings: Any) -> Finding:
-    return Finding(cause, 0.5, {"loader": loader} if loader else {}, "advice", settings, predicted)
 
 
 class ScriptedSession(DetectorSession):
@@ -87,12 +83,7 @@ class Script(StallDetector):
 
 
 def script(findings: list[Finding], *after: float, before: int = 5, **kwargs: Any) -> Script:
-    """Slow windows with findings, and then windows without any; their mean seconds per step.
-
-    Epochs begin in no time, but for those of a finding about them.
-    """
-    if any(each.cause == "epoch_restart" for each in findings):
-        kwargs.setdefault("epochs_s", None)
+    """Slow windows with findings, and then windows without any; their mean seconds per step."""
     return Script([(SLOW, findings)] * before + [(each, []) for each in after or (FAST,)], **kwargs)
 
 
@@ -114,20 +105,6 @@ class Numbers(Dataset[torch.Tensor]):
         elif self.draws == "random":
             random.random()
         return torch.tensor([float(index + self.extra), 0.0])
-
-
-class Shuffles(Sampler[int]):
-    """Draws each index from the global random state."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Any:
-        for _ in range(self.length):
-            yield int(torch.randint(self.length, ()).item())
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Model(LightningModule):

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import multiprocessing
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, StallDetector, StallReport
+from lightning_gpuopt import AutoFix, NumWorkersFinder, StallDetector, StallReport
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
-from lightning_gpuopt.autofix.trial import Evidence
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.loading.elastic_loader import make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader
 from tests.callbacks.auto_fix_runs import (
     FAST,
     SLOW,
@@ -39,7 +34,7 @@ from tests.callbacks.auto_fix_runs import (
     script,
     train,
 )
-from tests.helpers import tiny_trainer, wait_for
+from tests.helpers import AfterBatch, tiny_trainer, wait_for
 from tests.lanes import combinations
 from tests.ranks import run_ranks
 from tests.simulators.gpu import SimulatedModule, Step, Work, simulated_gpu
@@ -106,12 +101,12 @@ class TestFirstWorkers:
 
 
 class TestWorkersThatLiveOn:
-    FOUND = finding("epoch_restart", None, persistent_workers=True)
+    def found(self) -> Script:
+        restarts = finding("epoch_restart", None, persistent_workers=True)
+        return script([restarts], before=30, epochs_s=[1.0, 1.0, 1.0, 0.1])
 
-    def test_they_do_and_nothing_else_changes(self, tmp_path, monkeypatch):
-        pauses = iter([1.0, 1.0, 1.0] + [0.1] * 9)
-        _set_ups(monkeypatch, pauses)
-        run = Run(tmp_path, script([self.FOUND], before=30), loader(), max_epochs=8)
+    def test_they_do_and_nothing_else_changes(self, tmp_path):
+        run = Run(tmp_path, self.found(), loader(), max_epochs=8)
         assert run.changes == [("persistent_workers", False, True, True)]
         [change] = run.autofix.changes  # epochs of 20 steps, 0.2 s, with a set-up of 1 s before and of 0.1 s after
         assert change.predicted == pytest.approx((1.2 / 0.7, 1.2 / 0.2, 1.07 * 1.2 / 0.2))
@@ -128,31 +123,14 @@ class TestWorkersThatLiveOn:
         wait_for(lambda: multiprocessing.active_children() == [])
 
     @pytest.mark.matrix
-    def test_a_dataset_that_changes_is_brought_to_new_workers(self, tmp_path, monkeypatch):
-        _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
-
-        class Changes(Callback):
-            def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-                if trainer.current_epoch >= 5:
-                    trainer.train_dataloader.dataset.extra = 100 * trainer.current_epoch
-
-        run = Run(tmp_path, script([self.FOUND], before=30), loader(), callbacks=(Changes(),), max_epochs=8)
-        assert run.changes == [("persistent_workers", False, True, True)]
-        seen = [run.model.seen[start : start + 40] for start in range(0, 320, 40)]
-        assert [min(epoch) // 100 * 100 for epoch in seen] == [0, 0, 0, 0, 0, 500, 600, 700]
-
-    @pytest.mark.matrix
-    def test_they_end_when_training_fails_though_its_error_is_kept(self, tmp_path, monkeypatch):
-        _set_ups(monkeypatch, iter([1.0, 1.0, 1.0] + [0.1] * 9))
-
-        class Fails(Callback):
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-                if trainer.current_epoch == 5:
-                    iterators = train_iterators(trainer)
-                    raise RuntimeError(f"with {len(iterators)} iterators in its frame")
+    def test_they_end_when_training_fails_though_its_error_is_kept(self, tmp_path):
+        def fail(trainer: Any, batch_idx: int) -> None:
+            if trainer.current_epoch == 5:
+                iterators = train_iterators(trainer)
+                raise RuntimeError(f"with {len(iterators)} iterators in its frame")
 
         with pytest.raises(RuntimeError, match="with 1 iterators") as error:
-            Run(tmp_path, script([self.FOUND], before=30), loader(), callbacks=(Fails(),), max_epochs=8)
+            Run(tmp_path, self.found(), loader(), callbacks=(AfterBatch(fail),), max_epochs=8)
         wait_for(lambda: multiprocessing.active_children() == [])
         assert error.value.__traceback__ is not None
 
@@ -165,13 +143,6 @@ class TestOtherSettings:
         assert run.loader.prefetch_factor == 5
         assert run.same_as_without(tmp_path, loader())
 
-    @pytest.mark.matrix
-    def test_of_workers_that_live_on_too(self, tmp_path):
-        found = finding("head_of_line", prefetch_factor=5)
-        run = Run(tmp_path, script([found], before=12), loader(persistent_workers=True))
-        assert run.changes == [("prefetch_factor", 2, 5, True)]
-        assert run.same_as_without(tmp_path, loader(persistent_workers=True))
-
     def test_pinning_comes_with_the_next_epoch(self, tmp_path):
         found = finding("host_to_device", pin_memory=True)
         run = Run(tmp_path, script([found], before=12, on_gpu=True), loader(), fixes=["pin_memory"])
@@ -180,37 +151,20 @@ class TestOtherSettings:
         assert run.loader.pin_memory is pins
 
 
-class ChangesIt(Callback):
-    """Changes the dataset, from some step on."""
-
-    def __init__(self, change: Callable[[Any, int], None], since: int = 0) -> None:
-        self.change, self.since = change, since
-        self.steps = 0
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.steps += 1
-        if self.steps >= self.since:
-            self.change(trainer.train_dataloader.dataset, self.steps)
-
-
 class TestOrderAndSamplesStay:
     def test_of_a_dataset_that_training_changes_in_each_step(self, tmp_path):
-        def change(dataset: Any, step: int) -> None:
-            dataset.extra = step
+        def change(trainer: Any, batch_idx: int) -> None:
+            trainer.train_dataloader.dataset.extra = trainer.global_step
 
-        def made() -> Any:
-            return loader(Numbers(takes_s=0.002), num_workers=0)
-
-        run = Run(tmp_path, script([finding(num_workers=2)]), made(), callbacks=(ChangesIt(change),))
+        made = loader(Numbers(takes_s=0.002), num_workers=0)
+        run = Run(tmp_path, script([finding(num_workers=2)]), made, callbacks=(AfterBatch(change),))
         assert run.changes == [("num_workers", 0, 2, None)]
         assert run.why == ["the dataset changes while training runs, and workers would keep the old one"]
 
     def test_of_our_own_data_modules(self, tmp_path):
-        def made() -> Any:
-            return make_loader(Numbers(takes_s=0.001), ElasticSampler(Order(40, seed=1), 2), num_workers=1)
-
+        made = make_loader(Numbers(takes_s=0.001), ElasticSampler(Order(40, seed=1), 2), num_workers=1)
         found = finding("head_of_line", prefetch_factor=5)
-        run = Run(tmp_path, script([found], before=14), made())
+        run = Run(tmp_path, script([found], before=14), made)
         assert [change[0] for change in run.changes] == ["prefetch_factor"]
         assert "may draw" not in "".join(run.why)
 
@@ -236,14 +190,14 @@ class TestWhatIsLeftAlone:
     def test_a_users_own_detector_is_listened_to_and_not_doubled(self, tmp_path):
         seen: list[int] = []
 
-        class Counts(Callback):
-            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-                seen.append(sum(isinstance(each, StallDetector) for each in trainer.callbacks))
+        def count(trainer: Any, batch_idx: int) -> None:
+            seen.append(sum(isinstance(each, StallDetector) for each in trainer.callbacks))
 
-        Run(tmp_path, script([]), loader(), callbacks=(Counts(),))
-        _, trainer = train(tmp_path, loader(), [AutoFix(report_dir=tmp_path / "own"), Counts()], max_epochs=1)
-        assert seen == [1, 1]
-        assert [type(each).__name__ for each in trainer.callbacks] == ["AutoFix", "Counts"]
+        counts, autofix = AfterBatch(count), AutoFix(report_dir=tmp_path / "own")
+        Run(tmp_path, script([]), loader(), callbacks=(counts,))
+        _, trainer = train(tmp_path, loader(), [autofix, counts], max_epochs=1)
+        assert set(seen) == {1}
+        assert trainer.callbacks == [autofix, counts]
         assert (tmp_path / "own" / "report.json").is_file()
 
     def test_two_of_them(self, tmp_path):
@@ -253,15 +207,12 @@ class TestWhatIsLeftAlone:
 
 class TestWhenThingsGoWrong:
     def test_a_training_that_fails_leaves_all_as_it_was(self, tmp_path):
-        class Fails(Callback):
-            def on_train_batch_end(
-                self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-            ) -> None:
-                if batch_idx == 12:
-                    raise RuntimeError("the user's own")
+        def fail(trainer: Any, batch_idx: int) -> None:
+            if batch_idx == 12:
+                raise RuntimeError("the user's own")
 
         autofix, detector = AutoFix(), script([finding(num_workers=2)])
-        own = [autofix, detector, Fails()]
+        own = [autofix, detector, AfterBatch(fail)]
         trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=3, callbacks=own)
         made = loader()
         with pytest.raises(RuntimeError, match="the user's own"):
@@ -275,66 +226,30 @@ class TestWhenThingsGoWrong:
         def broken(self: Any) -> None:
             raise ValueError("ours")
 
-        class Behind(Callback):
-            def __init__(self) -> None:
-                self.steps: list[int] = []
-
-            def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
-                self.steps.append(args[-1])
-
+        steps: list[int] = []
         monkeypatch.setattr(AdjustableLoader, "step_done", broken)
-        autofix, behind = AutoFix(report_dir=tmp_path), Behind()
+        autofix, behind = AutoFix(report_dir=tmp_path), AfterBatch(lambda trainer, batch_idx: steps.append(batch_idx))
         with pytest.warns(UserWarning, match="AutoFix disables itself, training goes on: ValueError: ours"):
             _, trainer = train(tmp_path, loader(Numbers(200)), [autofix, behind], max_epochs=1)
-        assert behind.steps == list(range(100))
-        assert [type(each).__name__ for each in trainer.callbacks] == ["AutoFix", "Behind"]
+        assert steps == list(range(100))
+        assert trainer.callbacks == [autofix, behind]
         assert (tmp_path / "report.json").is_file()
         assert "process_dataloader" not in vars(trainer.strategy)
 
-    @pytest.mark.matrix
-    def test_what_is_taken_back_in_the_last_epoch_is_the_loader_s_again(self, tmp_path):
-        found = [finding("head_of_line", prefetch_factor=5)]
-        run = Run(tmp_path, Script([(SLOW, found)]), loader(), max_epochs=2)
-        assert run.changes == [("prefetch_factor", 2, 5, False)]
-        assert run.loader.prefetch_factor == 2
-        run = Run(tmp_path, Script([(SLOW, [finding(num_workers=2)])]), loader(SLOWER, num_workers=0), max_epochs=2)
-        assert run.changes == [("num_workers", 0, 2, False)]
-        assert (run.loader.num_workers, run.loader.prefetch_factor) == (0, None)
-
-    @pytest.mark.matrix
-    def test_workers_that_cannot_come_at_once_are_judged_when_they_have_come(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)], before=12), loader(timeout=30))
-        assert run.changes == [("num_workers", 1, 2, True)]
-        assert [len(pids) for pids in run.workers.pids] == [1] * 20 + [2] * 40
-
-    def test_workers_that_cannot_come_any_more_are_advised_and_the_loader_keeps_its_own(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader(timeout=30), max_epochs=1)
+    @pytest.mark.parametrize(
+        ("before", "given", "why"),
+        [
+            (5, {"timeout": 30}, "the first batches of new workers may take longer than the loader's timeout=30"),
+            (19, {"prefetch_factor": 30}, "all batches of the epoch are on their way"),
+        ],
+    )
+    def test_workers_that_cannot_come_any_more_are_advised_and_the_loader_keeps_its_own(
+        self, tmp_path, before, given, why
+    ):
+        run = Run(tmp_path, script([finding(num_workers=2)], before=before), loader(**given), max_epochs=1)
         assert run.changes == [("num_workers", 1, 2, None)]
-        assert run.why == [
-            "running workers cannot be changed (the first batches of new workers may take longer than the loader's "
-            "timeout=30), and this epoch is the last"
-        ]
+        assert run.why == [f"running workers cannot be changed ({why}), and this epoch is the last"]
         assert run.loader.num_workers == 1
-
-    def test_in_the_last_batches_workers_are_advised_and_the_loader_keeps_its_own(self, tmp_path):
-        run = Run(tmp_path, script([finding(num_workers=2)], before=19), loader(prefetch_factor=30), max_epochs=1)
-        assert run.changes == [("num_workers", 1, 2, None)]
-        assert run.why == [
-            "running workers cannot be changed (all batches of the epoch are on their way), and this epoch is the last"
-        ]
-        assert run.loader.num_workers == 1
-
-    @pytest.mark.matrix
-    def test_a_worker_that_never_gave_a_batch_is_a_note(self, tmp_path, monkeypatch):
-        looks = itertools.count(1)
-        lost = LostWorkers("growth", "a worker that was started in mid-epoch never gave a batch")
-        monkeypatch.setattr(RunningLoader, "lost", lambda running: lost if next(looks) == 14 else None)
-        run = Run(tmp_path, script([finding(num_workers=2)]), loader())
-        assert run.changes == [("num_workers", 1, 2, True)]
-        assert (
-            "AutoFix starts workers at the beginning of an epoch only: a worker that was started in mid-epoch never "
-            "gave a batch."
-        ) in run.detector.report.notes
 
     @pytest.mark.parametrize(
         ("arguments", "error"),
@@ -384,17 +299,6 @@ def test_the_report_tells_what_was_tried(tmp_path):
     assert "DataLoader(..., num_workers=2)" in render_html(report)
 
 
-class Slow(Dataset[torch.Tensor]):
-    """Each sample is waited for."""
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.004)
-        return torch.full((2,), float(index))
-
-
 def _starts_slowly(worker_id: int) -> None:
     time.sleep(0.3)
 
@@ -404,7 +308,7 @@ class TestInARealRun:
     def test_workers_that_are_too_few_become_more(self, tmp_path):
         def run() -> tuple[AutoFix, DataLoader[Any]]:
             autofix = AutoFix(fixes=["num_workers"])
-            made = DataLoader(Slow(), 2, shuffle=True, num_workers=1)
+            made = loader(Numbers(1000, takes_s=0.004))
             train(tmp_path, made, [autofix], max_steps=400, max_epochs=1)
             return autofix, made
 
@@ -415,8 +319,8 @@ class TestInARealRun:
 
     def test_workers_that_take_long_to_start_live_on_and_bring_what_was_predicted(self, tmp_path):
         def run() -> AutoFix:
-            autofix = AutoFix(fixes=["persistent_workers"])
-            made = DataLoader(Slow(), 2, num_workers=1, worker_init_fn=_starts_slowly, sampler=range(120))
+            autofix, slow = AutoFix(fixes=["persistent_workers"]), Numbers(1000, takes_s=0.004)
+            made = DataLoader(slow, 2, num_workers=1, worker_init_fn=_starts_slowly, sampler=range(120))
             train(tmp_path, made, [autofix], max_epochs=6)
             return autofix
 
@@ -441,28 +345,6 @@ def test_rank_0_decides_and_all_apply():
     assert first["changes"] == [["num_workers", 1, 2, True]]
     assert second["changes"] == []
     assert first["workers"] == second["workers"] == [1, 2, 3]  # one set takes over from the other
-
-
-@pytest.mark.matrix
-def test_the_users_prefetcher_is_left(tmp_path):
-    found = finding("host_to_device", pin_memory=True)
-    run = Run(
-        tmp_path, script([found], on_gpu=True), loader(), fixes=["device_prefetch"], callbacks=(CudaPrefetcher(),)
-    )
-    assert run.changes == []
-
-
-def _set_ups(monkeypatch: pytest.MonkeyPatch, pauses: Any) -> None:
-    """Have the set-up of each epoch take so long, as AutoFix sees it."""
-    original = Evidence.note_set_ups
-    told: list[float] = []
-
-    def note(self: Any, setup_s: float, epochs: int) -> None:
-        while len(told) < epochs:
-            told.append(next(pauses))
-        original(self, sum(told), epochs)
-
-    monkeypatch.setattr(Evidence, "note_set_ups", note)
 
 
 def test_no_path_is_left_in_the_working_folder(tmp_path, monkeypatch):

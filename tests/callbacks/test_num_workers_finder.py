@@ -6,13 +6,11 @@ import logging
 import multiprocessing
 import os
 import pickle
-import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from jsonargparse import ArgumentParser
@@ -20,13 +18,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    RandomSampler,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_gpuopt import CudaPrefetcher
@@ -36,20 +28,24 @@ from lightning_gpuopt.callbacks.stall_detector import StallDetector
 from lightning_gpuopt.compat.dataloader import parts, running_workers, workers_of
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.storage.gather import Gather
 from lightning_gpuopt.tuning import caps, running, without_workers
 from lightning_gpuopt.tuning import tuned_loader as loader_module
-from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.rules import why_left_alone
 from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
-from tests.helpers import FEATURES, RecordingLogger, TinyModel, tiny_trainer, wait_for
+from tests.helpers import FEATURES, AfterBatch, RecordingLogger, TinyModel, tiny_trainer, wait_for
 from tests.lanes import combinations
 from tests.ranks import run_ranks
 from tests.shared_memory import shared_files
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+pytestmark = [
+    pytest.mark.usefixtures("cheap_workers"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),
+]
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -72,7 +68,6 @@ class Model(TinyModel):
         self.batches: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        self.in_step(batch_idx)
         given = [batch] if isinstance(batch, torch.Tensor) else batch
         self.batches.append([(each[:, 0] * 160).round().int().tolist() for each in given if each is not None])
         return sum(self.layer(each).pow(2).mean() for each in given if each is not None)  # type: ignore[return-value]
@@ -100,92 +95,54 @@ def nothing_is_left() -> Iterator[None]:
     wait_for(lambda: shared_files() <= files)
 
 
-@pytest.fixture(autouse=True)
-def _worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking a batch from a worker costs nothing, however fast this machine is."""
-    monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.0, 0.0))
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> dict[Any, int]:
-    """What the policy decides: for (workers now), the workers to have; others stay. Windows are of two steps."""
-    decisions: dict[Any, int] = {}
-
-    def decide(self: LivePolicy, seen: LoaderStats, cap: caps.Cap) -> int:
-        self._trials[self.num_workers] = Trial(self.num_workers, 10.0 * max(self.num_workers, 1), 0.0)
-        wanted = decisions.get(self.num_workers, self.num_workers)
-        if wanted == self.num_workers:
-            self._settle(seen)
-        else:
-            self._change(wanted, seen)
-        self.skip, self.window = 0, 2
-        return wanted
-
-    real = LivePolicy.__init__
-
-    def init(self: LivePolicy, *args: Any, **kwargs: Any) -> None:
-        real(self, *args, **kwargs)
-        self.skip, self.window = 0, 2
-
-    monkeypatch.setattr(LivePolicy, "decide", decide)
-    monkeypatch.setattr(LivePolicy, "__init__", init)
-    monkeypatch.setattr(RunningLoader, "_pays_now", lambda self, num_workers: True)
-    return decisions
-
-
-def fit(tmp_path: Path, model: Model, *callbacks: Callback, seed: int = 1, **kwargs: Any) -> dict[str, Any]:
-    seed_everything(seed, verbose=False)
+def fit(tmp_path: Path, model: Model, *callbacks: Callback, **kwargs: Any) -> dict[str, Any]:
+    seed_everything(1, verbose=False)
     model.layer.reset_parameters()
     options = {"max_steps": -1, "max_epochs": 2, "callbacks": list(callbacks), **kwargs}
-    trainer = tiny_trainer(tmp_path, **options)
-    trainer.fit(model)
-    return {
-        "weights": model.layer.weight.detach().clone(),
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state()[1],
-        "python": random.getstate(),
-        "batches": model.batches,
-    }
+    tiny_trainer(tmp_path, **options).fit(model)
+    return {"weights": model.layer.weight.tolist(), "random": RandomStates(), "batches": model.batches}
 
 
-def same(one: Any, two: Any) -> bool:
-    def is_same(name: str) -> bool:
-        equal = torch.equal if isinstance(one[name], torch.Tensor) else np.array_equal
-        return bool(one[name] == two[name] if name in ("python", "batches") else equal(one[name], two[name]))
-
-    return all(map(is_same, one))
-
-
-class Counts(Callback):
-    """Worker processes at the end of each step."""
+class InTraining(Callback):
+    """Workers of the iterator that the training loop reads, after each step."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.counts.append(len(multiprocessing.active_children()))
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.counts.append(running_workers(None, train_iterators(trainer)[0]))
+
+
+def found(monkeypatch: pytest.MonkeyPatch, result: NumWorkersResult) -> list[tuple[Any, ...]]:
+    """What ``find_num_workers`` finds; gives the arguments that it is called with."""
+    asked: list[tuple[Any, ...]] = []
+
+    def find(source: Any, *args: Any) -> NumWorkersResult:
+        asked.append(args)
+        return result
+
+    monkeypatch.setattr(loader_module, "find_num_workers", find)
+    return asked
 
 
 @pytest.mark.parametrize(
-    ("workers", "kwargs", "decisions", "last"),
+    ("workers", "kwargs", "wanted"),
     [
-        pytest.param(1, {}, {1: 4, 4: 2}, 2, marks=pytest.mark.matrix),
-        (1, {"persistent_workers": True}, {1: 4, 4: 2}, 2),
-        pytest.param(3, {}, {3: 1}, 1, marks=pytest.mark.matrix),
+        (1, {"persistent_workers": True}, {1: 4, 4: 2}),
+        pytest.param(3, {}, {3: 1}, marks=pytest.mark.matrix),
     ],
 )
 def test_batches_weights_and_random_state_are_as_without(
-    tmp_path: Path, script: dict[Any, int], workers: int, kwargs: Any, decisions: dict[int, int], last: int
+    tmp_path: Path, decisions: dict[int, int], workers: int, kwargs: Any, wanted: dict[int, int]
 ) -> None:
     plain = fit(tmp_path, Model(loader(workers, **kwargs)))
-    script.update(decisions)
+    decisions.update(wanted)
     source, finder, counts = loader(workers, **kwargs), NumWorkersFinder(), InTraining()
     tuned = fit(tmp_path, Model(source), finder, counts)
-    assert same(plain, tuned)
+    assert tuned == plain
     assert len(tuned["batches"]) == 160
-    assert finder.optimal_num_workers == source.num_workers == last
-    assert max(counts.counts) == max(decisions.values() if workers < 3 else [3])
-    assert counts.counts[-2] == last
+    assert finder.optimal_num_workers == source.num_workers == counts.counts[-2] == list(wanted.values())[-1]
+    assert max(counts.counts) == max(workers, *wanted.values())
 
 
 class Validated(Model):
@@ -209,21 +166,21 @@ class Validated(Model):
     ahead=[False, True],
 )
 def test_however_an_epoch_goes_on_and_ends_workers_that_take_over_in_it_change_nothing(
-    tmp_path: Path, script: dict[Any, int], options: dict[str, Any], loaders: int, ahead: bool
+    tmp_path: Path, decisions: dict[int, int], options: dict[str, Any], loaders: int, ahead: bool
 ) -> None:
     def model() -> Model:
-        return Validated(*(loader(1, 60) for _ in range(loaders)))
+        return Validated(*(loader(workers, 60) for workers in (1, 4)[:loaders]))
 
     plain = fit(tmp_path, model(), **options)
-    script.update({1: 3, 3: 2})
+    decisions.update({1: 3, 3: 2})
     finder = NumWorkersFinder()
     tuned = fit(tmp_path, model(), finder, *[CudaPrefetcher(enabled=True)][: int(ahead)], **options)
-    assert same(plain, tuned)
-    assert finder.optimal_num_workers == 2
+    assert tuned == plain
+    assert [choice.num_workers for choice in finder.choices.values()] == [2, 4][:loaders]
 
 
-def test_the_trainer_and_the_loader_are_left_as_they_were(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 2
+def test_the_trainer_and_the_loader_are_left_as_they_were(tmp_path: Path, decisions: dict[int, int]) -> None:
+    decisions[1] = 2
     source = loader()
     before = {name: value for name, value in vars(source).items() if name != "num_workers"}
     for callbacks in ([NumWorkersFinder(), StallDetector()], [StallDetector(), NumWorkersFinder()]):
@@ -235,9 +192,9 @@ def test_the_trainer_and_the_loader_are_left_as_they_were(tmp_path: Path, script
 
 
 def test_the_choice_is_said_and_logged_once(
-    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, decisions: dict[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    script[1] = 4
+    decisions[1] = 4
     logger = RecordingLogger()
     with caplog.at_level(logging.INFO):
         finder = NumWorkersFinder()
@@ -252,33 +209,15 @@ def test_the_choice_is_said_and_logged_once(
     assert [trial.num_workers for trial in finder.trials] == [1, 4]
 
 
-@pytest.mark.matrix
-def test_each_loader_has_its_own_number_and_validation_is_left_alone(tmp_path: Path, script: dict[Any, int]) -> None:
-    script.update({1: 3})
-    first, second, validation = loader(1), loader(2, length=100), loader(1)
-    finder = NumWorkersFinder()
-
-    def run(model: Model, *callbacks: Callback) -> dict[str, Any]:
-        model.val_dataloader = lambda: validation  # type: ignore[method-assign]
-        model.validation_step = lambda batch, batch_idx: None  # type: ignore[method-assign]
-        return fit(tmp_path, model, *callbacks, limit_val_batches=2, num_sanity_val_steps=0)
-
-    plain = run(Model(loader(1), loader(2, length=100)))
-    tuned = run(Model(first, second), finder)
-    assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3, 1: 2}
-    assert (first.num_workers, second.num_workers, validation.num_workers) == (3, 2, 1)
-    assert tuned["batches"] == plain["batches"]
-
-
 class Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(torch.full((FEATURES,), float(index)) for index in range(40))
 
 
 def test_a_stream_is_left_alone_unless_asked_for(
-    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, decisions: dict[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:
-    script[1] = 2
+    decisions[1] = 2
     source = DataLoader(Stream(), batch_size=2, num_workers=1)
     finder = NumWorkersFinder()
     with caplog.at_level(logging.INFO):
@@ -295,26 +234,6 @@ def test_a_loader_that_gathers_without_workers_stays_so() -> None:
     source = loader(0)
     vars(source)["dataset"] = Gather.__new__(Gather)
     assert why_left_alone(source) == "a loader alone that gathers its batches faster without workers"
-
-
-@pytest.mark.parametrize(("error", "workers"), [(LookupError, 1), (KeyboardInterrupt, 3)])
-def test_an_exception_or_ctrl_c_leaves_no_worker(
-    tmp_path: Path, script: dict[Any, int], error: type[BaseException], workers: int
-) -> None:
-    script[workers] = 4
-    model, finder = Model(loader(workers)), NumWorkersFinder()
-    before = children()
-
-    def fail(batch_idx: int) -> None:
-        if batch_idx == 10:
-            raise error
-
-    model.in_step = fail  # type: ignore[method-assign]
-    with pytest.raises((error, SystemExit)) as caught:
-        fit(tmp_path, model, finder)
-    wait_for(lambda: not children() - before)
-    assert caught.tb is not None  # its frames hold the iterator
-    assert finder.optimal_num_workers == 4
 
 
 class CorruptLater(Numbers):
@@ -340,40 +259,40 @@ class Ends:
         return 40
 
 
+def fail(trainer: Any, batch_idx: int) -> None:
+    if batch_idx == 10:
+        raise OSError("the disk is gone")
+
+
+def interrupt(trainer: Any, batch_idx: int) -> None:
+    if batch_idx == 10:
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize(
-    ("source", "error"),
+    ("source", "act", "error"),
     [
-        (lambda: DataLoader(CorruptLater(), batch_size=2, num_workers=1), ValueError("sample 100 is corrupt")),
-        (lambda: DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1), LookupError("no batch 20")),
+        (loader, fail, OSError("the disk is gone")),
+        (lambda: loader(3), interrupt, KeyboardInterrupt()),
+        (lambda: DataLoader(CorruptLater(), batch_size=2, num_workers=1), None, ValueError("sample 100 is corrupt")),
+        (lambda: DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1), None, LookupError("no batch 20")),
     ],
-    ids=["data", "sampler"],
+    ids=["step", "ctrl-c", "data", "sampler"],
 )
-def test_an_error_of_the_data_comes_out_and_leaves_no_worker_while_it_is_looked_at(
-    tmp_path: Path, script: dict[Any, int], source: Any, error: Exception
+def test_an_error_or_ctrl_c_comes_out_and_leaves_no_worker_while_it_is_looked_at(
+    tmp_path: Path, decisions: dict[int, int], source: Any, act: Any, error: BaseException
 ) -> None:
-    script[1] = 4
-    before = children()
-    with pytest.raises(type(error), match=str(error)) as caught:
-        fit(tmp_path, Model(source()), NumWorkersFinder(), max_epochs=1)
+    decisions.update({1: 4, 3: 4})
+    before, finder = children(), NumWorkersFinder()
+    with pytest.raises((type(error), SystemExit), match=str(error) or None) as caught:
+        fit(tmp_path, Model(source()), finder, *[] if act is None else [AfterBatch(act)], max_epochs=1)
     wait_for(lambda: not children() - before)
     assert caught.tb is not None  # its frames hold the iterator
+    assert finder.optimal_num_workers == 4
 
 
-@pytest.mark.matrix
-def test_an_error_of_the_sampler_that_training_does_not_come_to_is_none(tmp_path: Path, script: dict[Any, int]) -> None:
-    def run(*callbacks: Callback) -> Any:
-        source = DataLoader(Numbers(), batch_sampler=Ends(), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
-        return fit(tmp_path, Model(source), *callbacks, limit_train_batches=15)
-
-    plain = run()
-    script[1] = 12
-    counts = Counts()
-    assert same(plain, run(NumWorkersFinder(), counts))
-    assert max(counts.counts) == 12
-
-
-def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 3
+def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, decisions: dict[int, int]) -> None:
+    decisions[1] = 3
     finder = NumWorkersFinder()
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
     fit(tmp_path, Model(loader()), finder, checkpoint, enable_checkpointing=True)
@@ -384,8 +303,8 @@ def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: 
     checkpointed = torch.load(path, weights_only=True)
     checkpointed["callbacks"]["NumWorkersFinder"]["loaders"][0]["prefetch_factor"] = 4
     torch.save(checkpointed, path)
-    script[3] = 5
-    source, counts, again = loader(), Counts(), NumWorkersFinder()
+    decisions[3] = 5
+    source, counts, again = loader(), InTraining(), NumWorkersFinder()
     logger = RecordingLogger()
     trainer = tiny_trainer(tmp_path, max_steps=60, callbacks=[again, counts], logger=logger)
     trainer.fit(Model(source), ckpt_path=path)
@@ -396,71 +315,37 @@ def test_a_restored_choice_is_used_without_a_new_search(tmp_path: Path, script: 
 
 
 def test_a_probe_goes_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def find(source: Any, *args: Any) -> NumWorkersResult:
-        asked.append(args)
-        trials = Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0), Trial(3, 20.0, 0.0)
-        return NumWorkersResult(3, trials, "consumer", 25.0, 4, False, True)
-
-    monkeypatch.setattr(loader_module, "find_num_workers", find)
-    source, counts = loader(), Counts()
+    trials = Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0), Trial(3, 20.0, 0.0)
+    asked = found(monkeypatch, NumWorkersResult(3, trials, "consumer", 25.0, 4, False, True))
+    source, counts = loader(), InTraining()
     finder = NumWorkersFinder("probe", step_time_s=0.04, max_num_workers=8, max_seconds=5, tolerance=0.1)
     fit(tmp_path, Model(source), finder, counts)
     assert asked == [(0.04, 8, pytest.approx(5, abs=0.5), 0.1, 1, False)]
-    assert set(counts.counts[:79]) == {3}
+    assert set(counts.counts) == {3}
     assert (finder.optimal_num_workers, source.prefetch_factor) == (3, 4)
     assert str(finder.choices[0]) == "num_workers 1 → 3, prefetch_factor=4: 2.5× faster input, limited by consumer"
     assert finder.state_dict()["loaders"][0]["prefetch_factor"] == 4
 
-    asked.clear()
-    fit(tmp_path, Model(loader()), finder, counts := Counts())  # type: ignore[arg-type]
-    finder = NumWorkersFinder("probe")
-    fit(tmp_path, Model(loader()), finder, counts := Counts())
-    assert len(asked) == 2
-    assert asked[1][0] > 0  # the step time, measured on the first steps
-    assert counts.counts[0] == 1
-    assert counts.counts[40] == 3
 
-
-class Corrupt(Numbers):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        raise ValueError("every sample is corrupt")
-
-
-def test_an_error_of_the_data_comes_out_of_the_probe_as_in_training(tmp_path: Path) -> None:
-    source, finder = DataLoader(Corrupt(), num_workers=1), NumWorkersFinder("probe", step_time_s=0.01)
-    with (
-        pytest.warns(UserWarning, match="goes on with num_workers=1: its trials failed: ValueError"),
-        pytest.raises(ValueError, match="every sample is corrupt"),  # from training itself
-    ):
-        fit(tmp_path, Model(source), finder)
-    assert (source.num_workers, finder.trials) == (1, [])
+@combinations("0-None 1-None", workers=[0, 1], step_time_s=[None, 0.01])
+def test_a_probe_is_given_the_time_of_a_step_or_measures_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, step_time_s: float | None
+) -> None:
+    asked = found(monkeypatch, NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer"))
+    plain = fit(tmp_path, Model(loader(workers)))
+    source, counts = loader(workers), InTraining()
+    assert fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=step_time_s), counts) == plain
+    assert len(asked) == 1
+    assert asked[0][0] > 0
+    assert (counts.counts[0], counts.counts[40], source.num_workers) == (1 if step_time_s is None else 3, 3, 3)
 
 
 def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing = NumWorkersResult(1, (), "time")
-    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: nothing)
+    found(monkeypatch, NumWorkersResult(1, (), "time"))
     source, finder = loader(2), NumWorkersFinder("probe", step_time_s=0.01)
     with pytest.warns(UserWarning, match="goes on with num_workers=2: not one batch came within max_seconds=10"):
         fit(tmp_path, Model(source), finder, max_epochs=1)
     assert source.num_workers == 2
-
-
-class InTraining(Callback):
-    """Workers of the iterator that the training loop reads, after each step."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        self.counts.append(running_workers(None, train_iterators(trainer)[0]))
-
-
-def test_a_killed_worker_ends_training_as_ever() -> None:
-    finder = NumWorkersFinder()
-    assert finder._is_user_error(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
-    assert not finder._is_user_error(RuntimeError("ours"))
 
 
 def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -477,7 +362,9 @@ def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pyt
 class Reloading(Model):
     """Makes a loader each time that it is asked."""
 
-    given: ClassVar[dict[str, Any]] = {}
+    def __init__(self, **given: Any) -> None:
+        super().__init__()
+        self.given = given
 
     def train_dataloader(self) -> Any:
         return loader(**self.given)
@@ -493,61 +380,41 @@ class Reloading(Model):
     ],
 )
 def test_new_loaders_of_the_next_epoch_go_on_with_the_number(
-    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch, given: Any, at: dict[int, int]
+    tmp_path: Path, decisions: dict[int, int], given: Any, at: dict[int, int]
 ) -> None:
-    monkeypatch.setattr(Reloading, "given", given)
-    script[1] = 3
+    decisions[1] = 3
     counts, finder = InTraining(), NumWorkersFinder()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*num_workers is 3 from the next epoch on")
-        fit(tmp_path, Reloading(), finder, counts, reload_dataloaders_every_n_epochs=1)
+        fit(tmp_path, Reloading(**given), finder, counts, reload_dataloaders_every_n_epochs=1)
     assert {step: counts.counts[step] for step in at} == at
     assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
 
 
 @pytest.mark.matrix
-def test_a_loader_that_a_search_for_a_learning_rate_has_used_is_let_go(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 3
-    model, finder, counts = Reloading(), NumWorkersFinder(), Counts()
+def test_a_loader_that_a_search_for_a_learning_rate_has_used_is_let_go(
+    tmp_path: Path, decisions: dict[int, int]
+) -> None:
+    decisions[1] = 3
+    model, finder, counts = Reloading(), NumWorkersFinder(), InTraining()
     model.lr = 0.1
     callbacks = [LearningRateFinder(num_training_steps=10, update_attr=False), finder, counts]
     trainer = tiny_trainer(tmp_path, max_steps=40, callbacks=callbacks, enable_checkpointing=True)
     trainer.fit(model)
-    assert (counts.counts[0], counts.counts[-1]) == (1, 3)  # the search's own worker has gone
+    assert (counts.counts[0], counts.counts[-1]) == (1, 3)
     assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
 
 
 @pytest.mark.matrix
-def test_a_resume_in_mid_epoch_knows_the_new_loader_of_the_next(tmp_path: Path, script: dict[Any, int]) -> None:
+def test_a_resume_in_mid_epoch_knows_the_new_loader_of_the_next(tmp_path: Path, decisions: dict[int, int]) -> None:
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=20, save_top_k=-1)
     fit(tmp_path, Reloading(), checkpoint, enable_checkpointing=True, max_epochs=1)
-    script[1] = 3
+    decisions[1] = 3
     finder, counts = NumWorkersFinder(), InTraining()
     options = {"max_steps": -1, "max_epochs": 2, "reload_dataloaders_every_n_epochs": 1, "callbacks": [finder, counts]}
     tiny_trainer(tmp_path, **options).fit(Reloading(), ckpt_path=tmp_path / "epoch=0-step=20.ckpt")
     assert {index: choice.num_workers for index, choice in finder.choices.items()} == {0: 3}
     assert counts.counts[-80] == 3
-
-
-class Wrapped(DataLoader[Any]):
-    def __iter__(self) -> Any:
-        yield from super().__iter__()
-
-
-@combinations("0", workers=[0, 1])
-def test_a_loader_that_wraps_its_iterator_is_left_alone(
-    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture, workers: int
-) -> None:
-    plain = fit(tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=workers)))
-    script[1] = 3
-    finder, counts = NumWorkersFinder(), Counts()
-    with caplog.at_level(logging.INFO):
-        tuned = fit(
-            tmp_path, Model(Wrapped(Numbers(), batch_size=2, shuffle=True, num_workers=workers)), finder, counts
-        )
-    assert same(plain, tuned)
-    assert set(counts.counts) <= {0, 1}
-    assert f"leaves a loader with num_workers={workers} alone: a Wrapped makes its iterators itself" in caplog.text
 
 
 class AfterSetup(SingleDeviceStrategy):
@@ -560,9 +427,9 @@ class AfterSetup(SingleDeviceStrategy):
 
 @combinations("True-kwargs1", persistent=[False, True], kwargs=[{}, {"timeout": 60}])
 def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_next_epoch(
-    tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], persistent: bool
+    tmp_path: Path, decisions: dict[int, int], kwargs: dict[str, Any], persistent: bool
 ) -> None:
-    script[1] = 3
+    decisions[1] = 3
     trainer = tiny_trainer(tmp_path, max_steps=20, callbacks=[NumWorkersFinder()])
     trainer.fit(Model(loader()))
     trainer.save_checkpoint(tmp_path / "kept.ckpt")
@@ -572,7 +439,7 @@ def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_ne
             assert self.trainer.estimated_stepping_batches == 240
             return super().configure_optimizers()
 
-    script[3] = 5
+    decisions[3] = 5
     finder, counts = NumWorkersFinder(), InTraining()
     options = {"max_steps": -1, "max_epochs": 3, "callbacks": [finder, counts], "strategy": AfterSetup("cpu")}
     model = Scheduled(loader(persistent_workers=persistent, **kwargs))
@@ -587,23 +454,16 @@ def test_a_choice_that_is_restored_late_is_used_from_the_first_step_on_or_the_ne
 def test_more_batches_ahead_are_prepared_by_workers_that_persist(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kwargs: dict[str, Any]
 ) -> None:
-    result = NumWorkersResult(1, (Trial(1, 10.0, 0.1),), "consumer", 10.0, 5)
-    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: result)
+    found(monkeypatch, NumWorkersResult(1, (Trial(1, 10.0, 0.1),), "consumer", 10.0, 5))
     factors: list[int] = []
-
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            factors.append(parts(train_iterators(trainer)[0])[0]._prefetch_factor)
-
+    looks = AfterBatch(lambda trainer, _: factors.append(parts(train_iterators(trainer)[0])[0]._prefetch_factor))
     plain = fit(tmp_path, Model(loader(persistent_workers=True, **kwargs)))
-    source = loader(persistent_workers=True, **kwargs)
-    tuned = fit(tmp_path, Model(source), NumWorkersFinder("probe"), Looks())
-    assert same(plain, tuned)
+    assert fit(tmp_path, Model(loader(persistent_workers=True, **kwargs)), NumWorkersFinder("probe"), looks) == plain
     assert (factors[0], factors[-1]) == (2, 5)
 
 
 @pytest.mark.matrix
-def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, script: dict[Any, int]) -> None:
+def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, decisions: dict[int, int]) -> None:
     finder, counts = NumWorkersFinder(max_num_workers=2), InTraining()
     fit(tmp_path, Model(loader(4)), finder, counts, max_epochs=1)
     assert set(counts.counts) == {2}
@@ -611,16 +471,11 @@ def test_no_more_workers_than_allowed_are_kept(tmp_path: Path, script: dict[Any,
 
 
 @pytest.mark.matrix
-def test_a_state_that_is_loaded_in_mid_fit_changes_nothing(tmp_path: Path, script: dict[Any, int]) -> None:
-    script.update({1: 3, 3: 5})
-    finder = NumWorkersFinder()
-
-    class Loads(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 1:
-                finder.load_state_dict({"loaders": {0: {"num_workers": 2, "settled": True, "before": 1}}})
-
-    fit(tmp_path, Model(loader()), finder, Loads(), max_epochs=1)
+def test_a_state_that_is_loaded_in_mid_fit_changes_nothing(tmp_path: Path, decisions: dict[int, int]) -> None:
+    decisions.update({1: 3, 3: 5})
+    finder, state = NumWorkersFinder(), {"loaders": {0: {"num_workers": 2, "settled": True, "before": 1}}}
+    loads = AfterBatch(lambda trainer, batch_idx: finder.load_state_dict(state) if batch_idx == 1 else None)
+    fit(tmp_path, Model(loader()), finder, loads, max_epochs=1)
     assert finder.optimal_num_workers == 5
 
 
@@ -628,36 +483,6 @@ def test_the_state_of_a_later_version_is_read(tmp_path: Path) -> None:
     finder = NumWorkersFinder()
     finder.load_state_dict({"loaders": {0: {"num_workers": 3, "settled": True, "before": 1, "colour": "blue"}}})
     assert finder._restored[0].num_workers == 3
-
-
-class Peeks(Callback):
-    """Looks into the training loader while training runs, as a logger of images does."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        iterator = iter(trainer.train_dataloader)
-        next(iterator)
-        iterator._shutdown_workers()
-
-
-@pytest.mark.matrix
-def test_somebody_else_who_iterates_the_loader_is_not_what_is_tuned(tmp_path: Path, script: dict[Any, int]) -> None:
-    plain = fit(tmp_path, Model(loader()), Peeks(), max_epochs=1)
-    script[1] = 3
-    finder, counts = NumWorkersFinder(), InTraining()
-    tuned = fit(tmp_path, Model(loader()), Peeks(), finder, counts, max_epochs=1)
-    assert same(plain, tuned)
-    assert (counts.counts[0], counts.counts[-1]) == (1, 3)
-
-
-@pytest.mark.matrix
-def test_an_epoch_that_is_cut_short_leaves_the_generator_as_without(tmp_path: Path, script: dict[Any, int]) -> None:
-    def run(*callbacks: Callback) -> Any:
-        source = loader(generator=torch.Generator().manual_seed(5))
-        return fit(tmp_path, Model(source), *callbacks, max_epochs=3, limit_train_batches=75)
-
-    plain = run()
-    script[1] = 4
-    assert same(plain, run(NumWorkersFinder()))
 
 
 @pytest.mark.parametrize(("mode", "dry"), [("off", False), (False, False), ("probe", True)])
@@ -686,24 +511,22 @@ def test_bad_arguments_are_refused(arguments: dict[str, Any], message: str) -> N
 
 
 @pytest.mark.matrix
-def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 4
+def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Path, decisions: dict[int, int]) -> None:
+    decisions[1] = 4
     detector = StallDetector(window_size=10, warmup_steps=2)
     seen: dict[str, Any] = {}
 
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            run = detector._session
-            assert run is not None
-            steady = run._windows.steady(run.timeline.times())
-            if batch_idx == 5:
-                seen["too early"] = detector.report.notes
-            if batch_idx == 60 and steady is not None:
-                seen["changed after"], seen["steady steps"] = run._changed_after, steady.steps
-                seen["pids"] = set(run.loader._host._pids)
-                seen["workers"] = {worker.pid for worker in workers_of(train_iterators(trainer)[0])}
+    def looks(trainer: Any, batch_idx: int) -> None:
+        run: Any = detector._session
+        steady = run._windows.steady(run.timeline.times())
+        if batch_idx == 5:
+            seen["too early"] = detector.report.notes
+        if batch_idx == 60:
+            seen["changed after"], seen["steady steps"] = run._changed_after, steady.steps
+            seen["pids"] = set(run.loader._host._pids)
+            seen["workers"] = {worker.pid for worker in workers_of(train_iterators(trainer)[0])}
 
-    fit(tmp_path, Model(loader()), NumWorkersFinder(), detector, Looks(), max_epochs=1)
+    fit(tmp_path, Model(loader()), NumWorkersFinder(), detector, AfterBatch(looks), max_epochs=1)
     note = (
         "Only 1 step has run since the loader was changed, warm-up included: nothing is diagnosed, a verdict needs 3 "
         "or more."
@@ -719,73 +542,48 @@ def test_a_stall_detector_sees_workers_of_a_loader_that_began_again(tmp_path: Pa
     detector = StallDetector(window_size=10, warmup_steps=2)
     seen: list[Any] = []
 
-    class Grows(Callback):
+    class Grows(AfterBatch):
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             AdjustableLoader(trainer)
 
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 30:  # the shorter loader is read for the fourth time
-                train_iterators(trainer)[1].resize(3)
-            assert detector._session is not None
-            seen.append(detector._session.loader.facts.num_workers)
+    def grow(trainer: Any, batch_idx: int) -> None:
+        if batch_idx == 30:  # the shorter loader is read for the fourth time
+            train_iterators(trainer)[1].resize(3)
+        assert detector._session is not None
+        seen.append(detector._session.loader.facts.num_workers)
 
     model = Model(loader(1), loader(1, length=20))
     model.train_dataloader = lambda: CombinedLoader(list(model.loaders), "max_size_cycle")  # type: ignore[method-assign]
-    fit(tmp_path, model, Grows(), detector, max_epochs=1)
+    fit(tmp_path, model, Grows(grow), detector, max_epochs=1)
     assert (seen[30], seen[31]) == (2, 4)
 
 
 @pytest.mark.matrix
-def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 4
+def test_a_stall_detector_beside_it_counts_the_workers_that_run(tmp_path: Path, decisions: dict[int, int]) -> None:
+    decisions[1] = 4
     detector = StallDetector(window_size=10, warmup_steps=2)
-    seen: dict[int, Any] = {}
+    seen: list[Any] = []
 
-    class Looks(Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            run = detector._session
-            assert run is not None
-            seen[trainer.global_step] = run.loader.facts.num_workers, run._changed_after
+    def looks(trainer: Any, batch_idx: int) -> None:
+        run: Any = detector._session
+        seen.append((run.loader.facts.num_workers, run._changed_after))
 
     with pytest.warns(UserWarning, match="num_workers is 4 from the next epoch on"):
-        fit(tmp_path, Model(loader(timeout=60)), NumWorkersFinder(), detector, Looks())
-    assert (seen[80], seen[81]) == ((1, None), (4, 81))
+        fit(tmp_path, Model(loader(timeout=60)), NumWorkersFinder(), detector, AfterBatch(looks))
+    assert seen[79:81] == [(1, None), (4, 81)]
 
 
-def test_a_copy_knows_the_choice_until_then_and_is_at_rest(tmp_path: Path, script: dict[Any, int]) -> None:
-    script[1] = 3
+def test_a_copy_knows_the_choice_until_then_and_is_at_rest(tmp_path: Path, decisions: dict[int, int]) -> None:
+    decisions[1] = 3
     finder = NumWorkersFinder(step_time_s=0.1)
     twins: list[NumWorkersFinder] = []
 
-    class Copies(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 20:
-                twins.extend([copy.deepcopy(finder), pickle.loads(pickle.dumps(finder))])
+    def copies(trainer: Any, batch_idx: int) -> None:
+        if batch_idx == 20:
+            twins.extend([copy.deepcopy(finder), pickle.loads(pickle.dumps(finder))])
 
-    fit(tmp_path, Model(loader()), finder, Copies(), max_epochs=1)
+    fit(tmp_path, Model(loader()), finder, AfterBatch(copies), max_epochs=1)
     assert [(twin.step_time_s, twin.optimal_num_workers, len(twin.trials)) for twin in twins] == [(0.1, 3, 2)] * 2
-
-
-@combinations("live", mode=["live", "probe"])
-def test_a_loader_with_a_state_of_its_own_is_given_a_number_before_it_runs(
-    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch, mode: Any
-) -> None:
-    asked: list[tuple[Any, ...]] = []
-
-    def find(source: Any, *args: Any) -> NumWorkersResult:
-        asked.append(args)
-        return NumWorkersResult(2, (Trial(1, 10.0, 0.1), Trial(2, 25.0, 0.0)), "consumer")
-
-    monkeypatch.setattr(loader_module, "find_num_workers", find)
-    script.update({1: 3, 2: 3})
-    plain = fit(tmp_path, Model(stateful(1)))
-    source, counts = stateful(1), InTraining()
-    finder = NumWorkersFinder(mode)
-    tuned = fit(tmp_path, Model(source), finder, counts)
-    assert same(plain, tuned)
-    assert asked == [(0.0, None, pytest.approx(10, abs=0.5), 0.05, 1, False)]
-    assert set(counts.counts) == {2}
-    assert (source.num_workers, finder.optimal_num_workers) == (2, 2)
 
 
 def stateful(workers: int) -> Any:
@@ -793,11 +591,25 @@ def stateful(workers: int) -> Any:
     return StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=workers)
 
 
+@combinations("live", mode=["live", "probe"])
+def test_a_loader_with_a_state_of_its_own_is_given_a_number_before_it_runs(
+    tmp_path: Path, decisions: dict[int, int], monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    asked = found(monkeypatch, NumWorkersResult(2, (Trial(1, 10.0, 0.1), Trial(2, 25.0, 0.0)), "consumer"))
+    decisions.update({1: 3, 2: 3})
+    plain = fit(tmp_path, Model(stateful(1)))
+    source, counts = stateful(1), InTraining()
+    finder = NumWorkersFinder(mode)
+    assert fit(tmp_path, Model(source), finder, counts) == plain
+    assert asked == [(0.0, None, pytest.approx(10, abs=0.5), 0.05, 1, False)]
+    assert set(counts.counts) == {2}
+    assert (source.num_workers, finder.optimal_num_workers) == (2, 2)
+
+
 def test_a_loader_that_resumes_from_its_state_keeps_its_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    result = NumWorkersResult(2, (Trial(2, 25.0, 0.0),), "consumer")
-    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: result)
+    found(monkeypatch, NumWorkersResult(2, (Trial(2, 25.0, 0.0),), "consumer"))
     options = {"enable_checkpointing": True, "max_epochs": 1}
     checkpoints = [ModelCheckpoint(tmp_path / name, every_n_train_steps=20, save_top_k=-1) for name in ("own", "ours")]
     fit(tmp_path, Model(stateful(1)), checkpoints[0], **options)
@@ -818,15 +630,6 @@ def test_a_loader_that_resumes_from_its_state_keeps_its_number(
     assert finder.optimal_num_workers == 2
 
 
-def test_a_loader_with_a_state_of_its_own_that_would_shuffle_otherwise_stays_without_workers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    plain = fit(tmp_path, Model(stateful(0)))
-    with caplog.at_level(logging.INFO):
-        assert same(plain, fit(tmp_path, Model(stateful(0)), NumWorkersFinder()))
-    assert "leaves a StatefulDataLoader with num_workers=0 alone: with workers it would shuffle" in caplog.text
-
-
 @combinations(
     "30-kwargs1",
     limit=[None, 30],
@@ -838,7 +641,7 @@ def test_a_loader_with_a_state_of_its_own_that_would_shuffle_otherwise_stays_wit
     ],
 )
 def test_a_loader_without_workers_gets_some_and_nothing_else_changes(
-    tmp_path: Path, script: dict[Any, int], kwargs: dict[str, Any], limit: int | None
+    tmp_path: Path, decisions: dict[int, int], kwargs: dict[str, Any], limit: int | None
 ) -> None:
     def source() -> DataLoader[Any]:
         given = {"batch_size": 2, **kwargs}
@@ -856,36 +659,23 @@ def test_a_loader_without_workers_gets_some_and_nothing_else_changes(
 
         on_train_epoch_start = on_train_start
 
-    script.update({1: 3, 3: 2})
+    decisions.update({1: 3, 3: 2})
     options = {"max_epochs": 3, "limit_train_batches": limit}
     plain = fit(tmp_path, Model(source()), DrawsAtStart(), **options)
     tuned_source, finder, counts = source(), NumWorkersFinder(), InTraining()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*does not have many workers")
         tuned = fit(tmp_path, Model(tuned_source), DrawsAtStart(), finder, counts, **options)
-    assert same(plain, tuned)
+    assert tuned == plain
     assert (counts.counts[0], counts.counts[-1]) == (1, 2)
     assert (tuned_source.num_workers, finder.optimal_num_workers) == (2, 2)
     assert str(finder.choices[0]).startswith("num_workers 0 → 2")
 
 
-@combinations("None", step_time_s=[None, 0.01])
-def test_a_probe_serves_a_loader_without_workers_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_time_s: float | None
-) -> None:
-    result = NumWorkersResult(3, (Trial(1, 10.0, 0.1), Trial(3, 25.0, 0.0)), "consumer")
-    monkeypatch.setattr(loader_module, "find_num_workers", lambda *args: result)
-    plain = fit(tmp_path, Model(DataLoader(Numbers(), batch_size=2, shuffle=True)))
-    source, counts = DataLoader(Numbers(), batch_size=2, shuffle=True), InTraining()
-    tuned = fit(tmp_path, Model(source), NumWorkersFinder("probe", step_time_s=step_time_s), counts)
-    assert same(plain, tuned)
-    assert (source.num_workers, counts.counts[0], counts.counts[-1]) == (3, 1 if step_time_s is None else 3, 3)
-
-
-class HoldsAFile(Numbers):
-    def __init__(self, path: Path) -> None:
+class Holds(Numbers):
+    def __init__(self, held: Any) -> None:
         super().__init__()
-        self.file = path.open("rb")
+        self.held = held
 
 
 class Corrupted(Numbers):
@@ -895,31 +685,54 @@ class Corrupted(Numbers):
         return super().__getitem__(index)
 
 
-@combinations("live-file probe-error live-cheap", mode=["live", "probe"], what=["file", "error", "cheap"])
+class Wrapped(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+@combinations(
+    "live-file probe-error live-cheap live-stateful live-wrapped live-spawn live-generator",
+    mode=["live", "probe"],
+    what=["file", "error", "cheap", "stateful", "wrapped", "spawn", "generator"],
+)
 def test_a_loader_that_workers_cannot_serve_stays_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, what: str, mode: Any
 ) -> None:
-    path = tmp_path / "data"
-    path.write_bytes(b"")
+    (tmp_path / "data").write_bytes(b"")
     if what == "cheap":
         monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (9.0, 9.0, 9.0))
-    datasets = {"file": lambda: HoldsAFile(path), "error": Corrupted, "cheap": Numbers}
+    if what == "spawn":
+        spawn = multiprocessing.get_context("spawn")
+        monkeypatch.setattr(torch.multiprocessing, "get_context", lambda: spawn)
+    datasets = {
+        "file": lambda: Holds((tmp_path / "data").open("rb")),
+        "generator": lambda: Holds(torch.Generator()),
+        "error": Corrupted,
+    }
     reasons = {
-        "file": "its dataset holds dataset.file (BufferedReader",
+        "file": "its dataset holds dataset.held (BufferedReader",
+        "generator": "its dataset holds a random generator, dataset.held (Generator)",
         "error": "a worker process fails: RuntimeError: Cannot re-initialize CUDA in forked subprocess",
         "cheap": "sooner than a worker process can hand it over",
+        "stateful": "with workers it would shuffle",
+        "wrapped": "a Wrapped makes its iterators itself",
+        "spawn": "its workers would be started by 'spawn', which runs the program's script again",
     }
-    plain = fit(tmp_path, Model(DataLoader(datasets[what](), batch_size=2, shuffle=True)))
-    source, counts = DataLoader(datasets[what](), batch_size=2, shuffle=True), Counts()
+
+    def made() -> Any:
+        if what == "stateful":
+            return stateful(0)
+        kind = Wrapped if what == "wrapped" else DataLoader
+        return kind(datasets.get(what, Numbers)(), batch_size=2, shuffle=True)
+
+    plain = fit(tmp_path, Model(made()))
+    source, counts = made(), InTraining()
     finder = NumWorkersFinder(mode, step_time_s=None if mode == "live" else 0.1)
     with caplog.at_level(logging.INFO):
-        tuned = fit(tmp_path, Model(source), finder, counts)
-    assert same(plain, tuned)
+        assert fit(tmp_path, Model(source), finder, counts) == plain
     assert (source.num_workers, finder.optimal_num_workers, set(counts.counts)) == (0, 0, {0})
-    assert "leaves a loader with num_workers=0 alone: " in caplog.text
+    assert " with num_workers=0 alone: " in caplog.text
     assert reasons[what] in caplog.text
-    for each in (source.dataset,):
-        getattr(each, "file", path.open()).close()
 
 
 class Augmented(Numbers):
@@ -928,53 +741,44 @@ class Augmented(Numbers):
 
 
 def test_a_dataset_that_draws_from_the_global_random_state_is_told_of(
-    tmp_path: Path, script: dict[Any, int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, decisions: dict[int, int]
 ) -> None:
-    plain = fit(tmp_path, Model(DataLoader(Augmented(), batch_size=2, shuffle=True)))
+    plain, tuned = (Model(DataLoader(Augmented(), batch_size=2, shuffle=True)) for _ in range(2))
+    fit(tmp_path, plain)
     with pytest.warns(UserWarning, match="draws from the global random state") as caught:
-        tuned = fit(tmp_path, Model(DataLoader(Augmented(), batch_size=2, shuffle=True)), NumWorkersFinder())
+        fit(tmp_path, tuned, NumWorkersFinder())
     assert sum("draws from the global" in str(each.message) for each in caught) == 1
-    assert tuned["batches"][:80] == plain["batches"][:80]
-    assert tuned["batches"][80:] != plain["batches"][80:]
+    assert tuned.batches[:80] == plain.batches[:80]
+    assert tuned.batches[80:] != plain.batches[80:]
 
 
-def test_a_length_that_cannot_be_read_does_not_end_training(tmp_path: Path) -> None:
-    class Lengthless(Numbers):
-        broken = False
+def test_a_length_that_cannot_be_read_does_not_end_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: Numbers) -> int:
+        raise OSError("the index is gone")
 
-        def __len__(self) -> int:
-            if self.broken:
-                raise OSError("the index is gone")
-            return super().__len__()
-
-    dataset = Lengthless()
-    source = DataLoader(dataset, batch_size=2, sampler=range(160))
-    model = Model(source)
-    dataset.broken = True
+    model = Model(DataLoader(Numbers(), batch_size=2, sampler=range(160)))
+    monkeypatch.setattr(Numbers, "__len__", fails)
     with pytest.warns(UserWarning, match="NumWorkersFinder leaves a loader alone: the index is gone"):
         fit(tmp_path, model, NumWorkersFinder("probe", step_time_s=0.1), max_epochs=1)
     assert len(model.batches) == 80
 
 
 def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
-    tmp_path: Path, script: dict[Any, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, decisions: dict[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     room = caps.Cap(16, "max_num_workers")
     monkeypatch.setattr(running, "_FITS_FOR_S", 0.0)
     monkeypatch.setattr(RunningLoader, "cap", lambda self, keep=False, beside=False: room)
-    script[1] = 4
+    decisions[1] = 4
 
-    class Grows(Callback):
-        """After 40 steps the workers have grown."""
-
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            nonlocal room
-            if batch_idx == 40:
-                room = caps.Cap(2, "memory")
+    def grow(trainer: Any, batch_idx: int) -> None:
+        nonlocal room
+        if batch_idx == 40:
+            room = caps.Cap(2, "memory")
 
     finder, counts = NumWorkersFinder(), InTraining()
     with caplog.at_level(logging.INFO):
-        fit(tmp_path, Model(loader()), finder, counts, Grows(), max_epochs=1)
+        fit(tmp_path, Model(loader()), finder, counts, AfterBatch(grow), max_epochs=1)
     assert counts.counts[38:43] == [4, 4, 4, 2, 2]
     assert "num_workers 4 → 2: for more workers there is no room any longer, limited by memory" in caplog.text
     assert finder.choices[0].limited_by == "memory"
@@ -982,7 +786,7 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
 
 @combinations("2", workers=[1, 2])
 def test_an_lmdb_datamodule_gives_the_same_samples_and_resumes(
-    tmp_path: Path, script: dict[Any, int], workers: int
+    tmp_path: Path, decisions: dict[int, int], workers: int
 ) -> None:
     path = build(tmp_path / "data")
 
@@ -993,7 +797,7 @@ def test_an_lmdb_datamodule_gives_the_same_samples_and_resumes(
         return model
 
     plain = run(ModelCheckpoint(tmp_path / "plain"))
-    script.update({workers: 3})
+    decisions.update({workers: 3})
     checkpoint = ModelCheckpoint(tmp_path / "kept", every_n_train_steps=20, save_top_k=-1)
     finder = NumWorkersFinder()
     tuned = run(finder, checkpoint)
@@ -1046,5 +850,5 @@ def test_where_no_worker_can_be_started_a_loader_goes_on_without(
     monkeypatch.setattr(loader_module, "check_workers", lambda *args, **kwargs: without_workers.WorkersCheck())
     with monkeypatch.context() as patch:
         patch.setattr(multiprocessing.Process, "start", fails)
-        assert same(plain, fit(tmp_path, Model(source), finder))
+        assert fit(tmp_path, Model(source), finder) == plain
     assert (source.num_workers, finder.optimal_num_workers) == (0, 0)

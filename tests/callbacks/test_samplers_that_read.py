@@ -16,11 +16,10 @@ from lightning_gpuopt.compat.dataloader import running_workers
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.compat.lightning_loops import length_of
 from tests.callbacks.auto_fix_runs import Model, Numbers, finding, script
-from tests.callbacks.test_what_is_left_alone import _wants_more  # noqa: F401
-from tests.helpers import tiny_trainer
+from tests.helpers import AfterBatch, tiny_trainer
 from tests.lanes import combinations
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.usefixtures("wants_more"), pytest.mark.filterwarnings("ignore")]
 
 LENGTH = 80
 EPOCHS = 4
@@ -121,17 +120,26 @@ class AtOnce(OneByOne):
         return iter([LENGTH - 1 - index for index in range(LENGTH)])
 
 
-class OfTorch(OneByOne):
-    def __iter__(self) -> Iterator[int]:
-        return iter(SequentialSampler(range(LENGTH)))
+class Draws(OneByOne):
+    def pick(self, index: int) -> int:
+        return int(torch.randint(LENGTH, ()))
 
 
-READ: dict[str, Callable[[Program], Any]] = {
-    each.__name__: each for each in (HardFirst, HardOfDataset, Curriculum, ByClosure, OwnBatches)
-}
-LATER = {"Buckets": Buckets}
-KNOWN = {"AtOnce": AtOnce, "OfTorch": OfTorch}
-SAMPLERS = {**READ, **LATER, **KNOWN}
+class Heavy(OneByOne):
+    """Holds more than can be compared for each batch."""
+
+    def __init__(self, program: Program) -> None:
+        self.by_class = [[[index] for index in range(100)] for _ in range(400)]
+        self.turn = 0
+
+    def pick(self, index: int) -> int:
+        self.turn += 1
+        return self.by_class[0][index % 40][0]
+
+
+READ = (HardFirst, HardOfDataset, Curriculum, ByClosure, OwnBatches, Draws, Heavy)
+SAMPLERS: dict[str, Callable[[Program], Any]] = {each.__name__: each for each in (*READ, Buckets, AtOnce)}
+"""Those in ``READ`` are never asked earlier, ``Buckets`` once an epoch has shown what it reads, ``AtOnce`` at once."""
 
 
 class Trains(Callback):
@@ -140,7 +148,10 @@ class Trains(Callback):
     def __init__(self, program: Program) -> None:
         self.program = program
         self.workers: list[set[int]] = []
-        self.ahead: list[int] = []
+
+    @property
+    def most(self) -> list[int]:
+        return [max(each) for each in self.workers]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.workers.append(set())
@@ -158,7 +169,7 @@ class Trains(Callback):
         self.workers[-1].add(running_workers(trainer.train_dataloader, iterator))
 
 
-def run(tmp_path: Path, kind: str, workers: int, *monitors: Callback, **options: Any) -> tuple[list[float], Trains]:
+def run(tmp_path: Path, kind: str, *monitors: Callback, workers: int, **options: Any) -> tuple[list[float], Trains]:
     torch.manual_seed(1)
     program = Program()
     program.sampler = sampler = SAMPLERS[kind](program)
@@ -179,98 +190,55 @@ def monitors_of(name: str) -> list[Callback]:
 
 
 CORE = [
-    *(f"finder-{kind}-{persistent}" for kind in SAMPLERS for persistent in (False, True)),
-    *(
-        f"{monitor}-{kind}-False"
-        for monitor in ("autofix", "prefetch")
-        for kind in ("HardFirst", "OwnBatches", "Buckets")
-    ),
+    *(f"finder-{kind}-{given}" for kind in SAMPLERS for given in "01"),
+    *(f"finder-{kind}-persistent" for kind in ("HardFirst", "Buckets", "AtOnce")),
+    *(f"{monitor}-{kind}-1" for monitor in ("autofix", "prefetch") for kind in ("HardFirst", "Buckets")),
 ]
 
 
-@combinations(" ".join(CORE), monitor=["finder", "autofix", "prefetch"], kind=list(SAMPLERS), persistent=[False, True])
-def test_batches_are_as_without_from_one_worker_on(tmp_path: Path, kind: str, monitor: str, persistent: bool) -> None:
-    expected, _ = run(tmp_path, kind, 1, persistent_workers=persistent)
-    seen, trains = run(tmp_path, kind, 1, *monitors_of(monitor), persistent_workers=persistent)
+@combinations(
+    " ".join(CORE),
+    monitor=["finder", "autofix", "prefetch"],
+    kind=list(SAMPLERS),
+    given={"0": {"workers": 0}, "1": {"workers": 1}, "persistent": {"workers": 1, "persistent_workers": True}},
+)
+def test_batches_are_as_without(tmp_path: Path, kind: str, monitor: str, given: dict[str, Any]) -> None:
+    workers = given["workers"]
+    expected, _ = run(tmp_path, kind, **given)
+    seen, trains = run(tmp_path, kind, *monitors_of(monitor), **given)
     assert seen == expected
-    if monitor == "prefetch":
-        return
-    most = [max(each) for each in trains.workers]
-    if kind in READ:
-        assert most == [1] * EPOCHS
-    if kind in LATER:
-        assert most[0] == 1
-    if kind not in READ and monitor == "finder":
-        assert most[-1] > 1
-    if kind in KNOWN and monitor == "finder":
-        assert most[0] > 1
-
-
-@combinations(" ".join(f"finder-{kind}" for kind in SAMPLERS), monitor=["finder", "autofix"], kind=list(SAMPLERS))
-def test_and_from_none(tmp_path: Path, kind: str, monitor: str) -> None:
-    expected, _ = run(tmp_path, kind, 0)
-    seen, trains = run(tmp_path, kind, 0, *monitors_of(monitor))
-    assert seen == expected
-    most = [max(each) for each in trains.workers]
-    if kind in READ:
-        assert most == [0] * EPOCHS
+    if SAMPLERS[kind] in READ:
+        assert trains.most == [workers] * EPOCHS
     elif monitor == "finder":
-        assert (most[0], most[-1] > 0) == (0 if kind in LATER else most[0], True)
-
-
-class Heavy(OneByOne):
-    """Holds more than can be compared for each batch."""
-
-    def __init__(self, program: Program) -> None:
-        self.by_class = [[[index] for index in range(100)] for _ in range(400)]
-        self.turn = 0
-
-    def pick(self, index: int) -> int:
-        self.turn += 1
-        return self.by_class[0][index % 40][0]
-
-
-def test_a_sampler_that_holds_too_much_to_be_watched_is_left_alone(tmp_path: Path) -> None:
-    SAMPLERS["Heavy"] = Heavy
-    try:
-        expected, _ = run(tmp_path, "Heavy", 1)
-        seen, trains = run(tmp_path, "Heavy", 1, NumWorkersFinder())
-    finally:
-        del SAMPLERS["Heavy"]
-    assert seen == expected
-    assert [max(each) for each in trains.workers] == [1] * EPOCHS
+        assert trains.most[-1] > workers
+    if kind == "Buckets":
+        assert trains.most[0] == workers
+    if kind == "AtOnce" and workers and monitor == "finder":
+        assert trains.most[0] > workers
 
 
 def test_a_choice_that_waits_for_an_epoch_is_the_choice(tmp_path: Path) -> None:
     finder = NumWorkersFinder()
     choices: list[int | None] = []
-
-    class Asks(Callback):
-        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            if batch_idx == 5:
-                choices.append(finder.optimal_num_workers)
-
-    run(tmp_path, "Buckets", 0, finder, Asks())
-    assert choices[0] == 1  # though none runs before an epoch was seen
+    asks = AfterBatch(lambda trainer, _: choices.append(finder.optimal_num_workers))
+    run(tmp_path, "Buckets", finder, asks, workers=0)
+    assert choices[5] == 1  # though none runs before an epoch was seen
     assert not finder.choices[0].settled or choices[-1] > 1
-
-
-class RaisesLate(Callback):
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == 100:
-            trainer.train_dataloader.batch_sampler.batch_size = 4
 
 
 def test_once_a_batch_size_is_raised_in_mid_epoch_the_next_is_asked_as_the_user_has_set_it(tmp_path: Path) -> None:
     batches = BatchSampler(SequentialSampler(range(LENGTH)), 2, drop_last=False)
     loader = DataLoader(Numbers(LENGTH), batch_sampler=batches, num_workers=1)
-    program = Program()
-    trains = Trains(program)
-    callbacks = [trains, RaisesLate(), NumWorkersFinder()]
+    trains = Trains(Program())
+
+    def raises(trainer: Any, batch_idx: int) -> None:
+        if trainer.global_step == 100:
+            batches.batch_size = 4
+
+    callbacks = [trains, AfterBatch(raises), NumWorkersFinder()]
     trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=EPOCHS, callbacks=callbacks)
     with pytest.warns(UserWarning, match="reads what changes while training runs") as said:
         trainer.fit(Model(), loader)
     assert len([each for each in said if "reads what changes" in str(each.message)]) == 1
-    assert [max(each) for each in trains.workers][-1:] == [1]
-    assert max(trains.workers[1]) > 1
+    assert (trains.most[-1], trains.most[1] > 1) == (1, True)
     assert (loader.num_workers, length_of(loader)) == (1, 20)

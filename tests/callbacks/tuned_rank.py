@@ -6,45 +6,26 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
-from tests.helpers import FEATURES, TinyModel, tiny_trainer, wait_for
+from tests.callbacks.auto_fix_runs import Model, Numbers, loader
+from tests.helpers import tiny_trainer, wait_for
 
 RANK = int(os.environ["RANK"])
 WANTED = {0: 2, 1: 4}[RANK]
 SLOW_S = 0.02
 
 
-class Data(Dataset[Any]):
-    def __init__(self, seconds: float = 0.0) -> None:
-        self.seconds = seconds
-
-    def __len__(self) -> int:
-        return 40_000
-
-    def __getitem__(self, index: int) -> list[torch.Tensor]:
-        if self.seconds:
-            time.sleep(self.seconds)
-        return [torch.ones(FEATURES)]
-
-
-class Model(TinyModel):
-    def __init__(self, seconds: float = 0.0) -> None:
-        super().__init__()
-        self.seconds = seconds
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Data(self.seconds), batch_size=2, num_workers=1)
+def made(takes_s: float = 0.0) -> DataLoader[Any]:
+    return loader(Numbers(40_000, takes_s=takes_s), shuffle=False)
 
 
 def decide(self: LivePolicy, seen: LoaderStats, cap: Cap) -> int:
@@ -95,7 +76,7 @@ def fail(how: str) -> dict[str, Any] | None:
             Path(folder), max_steps=-1, devices=2, strategy="ddp", callbacks=[finder, Fails(finder, how)]
         )
         try:
-            trainer.fit(Model())
+            trainer.fit(Model(), made())
         except Exception as error:
             wait_for(lambda: not multiprocessing.active_children())
             return {"ended": type(error).__name__, "num_workers": finder.optimal_num_workers}
@@ -108,6 +89,6 @@ def probe() -> dict[str, Any]:
     finder = NumWorkersFinder("probe", step_time_s=0.0, max_num_workers=3)
     with tempfile.TemporaryDirectory() as folder:
         trainer = tiny_trainer(Path(folder), max_steps=10, devices=2, strategy="ddp", callbacks=[finder])
-        trainer.fit(Model(SLOW_S if RANK == 1 else 0.0))
+        trainer.fit(Model(), made(SLOW_S if RANK == 1 else 0.0))
     tried = [trial.num_workers for trial in finder.trials]
     return {"num_workers": finder.optimal_num_workers, "tried": tried}

@@ -14,7 +14,7 @@ import random
 import signal
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,8 +33,7 @@ from torch.utils.data import (
 from lightning_gpuopt.compat.dataloader import workers_of
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.tuning.managed import ManagedLoader
-from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, why_not
-from lightning_gpuopt.tuning.segments import SegmentedIterator
+from lightning_gpuopt.tuning.rules import CannotChange
 from tests.helpers import wait_for
 from tests.shared_memory import shared_files
 
@@ -47,8 +46,8 @@ SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers"
 class Act(NamedTuple):
     """What happens before a batch of an epoch is fetched.
 
-    ``change``, ``take_back`` and ``resize`` are ours; ``peek``, ``version`` and ``entry`` are the user's: he reads a
-    batch of the same loader with an iterator of his own, and changes an attribute, or one sample, of the dataset.
+    ``change`` and ``take_back`` are ours; ``peek``, ``version`` and ``entry`` are the user's: he reads a batch of the
+    same loader with an iterator of his own, and changes an attribute, or one sample, of the dataset.
     """
 
     epoch: int
@@ -64,7 +63,7 @@ class Program:
 
     Attributes:
         dataset: a name in ``DATASETS``.
-        sampler: a name in ``_sampling``.
+        sampler: a name in ``SAMPLING``.
         seed: of the generators of sampler and loader, where they have their own; None: they have none.
         fails_at: reading this sample raises.
         dies: one worker of those that are added in an epoch, or in place of the training process, dies as it begins to
@@ -229,21 +228,19 @@ class HoldsIterator(Numbers):
         return next(self.values)
 
 
-DATASETS: dict[str, type[Numbers]] = {
-    each.__name__: each
-    for each in (
-        Numbers,
-        DrawsTorch,
-        DrawsNumpy,
-        DrawsPython,
-        HoldsGenerator,
-        Caches,
-        Counts,
-        HoldsFile,
-        OpensLate,
-        HoldsIterator,
-    )
-}
+_KINDS = (
+    Numbers,
+    DrawsTorch,
+    DrawsNumpy,
+    DrawsPython,
+    HoldsGenerator,
+    Caches,
+    Counts,
+    HoldsFile,
+    OpensLate,
+    HoldsIterator,
+)
+DATASETS: dict[str, type[Numbers]] = {each.__name__: each for each in _KINDS}
 DEPENDS_ON_WORKERS = ("DrawsTorch", "DrawsNumpy", "DrawsPython", "HoldsGenerator", "HoldsIterator")
 """With workers, which of them reads a sample decides about its value: it holds for their number only. So it is with
 ``Counts``, whose workers are left alone for that."""
@@ -252,61 +249,51 @@ NOT_SPAWNED = ("HoldsFile", "HoldsIterator")
 """Cannot be pickled."""
 
 
-class DrawsPerIndex(Sampler[int]):
-    """Draws each index from a global random state when it is asked for it."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        for _ in range(self.length):
-            yield int(torch.randint(self.length, ()))
-
-
-class WithoutLength(Sampler[int]):
+class WithoutLength(Sampler[Any]):
     """Shuffles as it is iterated, with Python's random state; has no length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         order = list(range(self.length))
         random.shuffle(order)
         return iter(order)
 
 
-class OwnBatches(Sampler[list[int]]):
+class DrawsPerIndex(WithoutLength):
+    """Draws each index from a global random state when it is asked for it."""
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(self.length):
+            yield int(torch.randint(self.length, ()))
+
+
+class Feedback(DrawsPerIndex):
+    """What it gives depends on how many batches training has told it of, as hard examples are mined."""
+
+    told = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(self.length):
+            yield (number + 5 * self.told) % self.length
+
+
+class OwnBatches(WithoutLength):
     """Batches of one and two samples, in turn."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[Any]:
         numbers = iter(range(self.length))
         for size in itertools.cycle((1, 2)):
             if not (batch := list(itertools.islice(numbers, size))):
                 return
             yield batch
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
-
-
-class Feedback(Sampler[int]):
-    """What it gives depends on how many batches training has told it of, as hard examples are mined."""
-
-    def __init__(self, length: int) -> None:
-        self.length, self.told = length, 0
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(self.length):
-            yield (number + 5 * self.told) % self.length
-
-    def __len__(self) -> int:
-        return self.length
 
 
 class Doubles(DataLoader[Any]):
@@ -325,37 +312,25 @@ class Backwards(DataLoader[Any]):
 
 LOADERS: dict[str, Any] = {"torch": DataLoader, "generator": Doubles, "own": Backwards}
 
-SAMPLERS = (
-    "sequential",
-    "shuffle",
-    "weighted",
-    "per_index",
-    "without_length",
-    "batch_sampler",
-    "own_batches",
-    "feedback",
-)
-
-
-def _sampling(program: Program, dataset: Any, generator: torch.Generator | None) -> dict[str, Any]:
-    sized = {"batch_size": program.batch_size, "drop_last": program.drop_last}
-    if program.sampler == "shuffle":
-        return {**sized, "shuffle": True}
-    if program.sampler == "weighted":
-        weights = [1.0 + index % 3 for index in range(program.length)]
-        return {**sized, "sampler": WeightedRandomSampler(weights, program.length, generator=generator)}
-    if program.sampler == "per_index":
-        return {**sized, "sampler": DrawsPerIndex(program.length)}
-    if program.sampler == "without_length":
-        return {**sized, "sampler": WithoutLength(program.length)}
-    if program.sampler == "feedback":
-        return {**sized, "sampler": Feedback(program.length)}
-    if program.sampler == "batch_sampler":
-        shuffled = RandomSampler(dataset, generator=generator)
-        return {"batch_sampler": BatchSampler(shuffled, program.batch_size, program.drop_last)}
-    if program.sampler == "own_batches":
-        return {"batch_sampler": OwnBatches(program.length)}
-    return sized
+SAMPLING: dict[str, Callable[[Program, Any, torch.Generator | None], dict[str, Any]]] = {
+    "sequential": lambda program, dataset, generator: {},
+    "shuffle": lambda program, dataset, generator: {"shuffle": True},
+    "weighted": lambda program, dataset, generator: {
+        "sampler": WeightedRandomSampler(
+            [1.0 + index % 3 for index in range(program.length)], program.length, generator=generator
+        )
+    },
+    "per_index": lambda program, dataset, generator: {"sampler": DrawsPerIndex(program.length)},
+    "without_length": lambda program, dataset, generator: {"sampler": WithoutLength(program.length)},
+    "batch_sampler": lambda program, dataset, generator: {
+        "batch_sampler": BatchSampler(
+            RandomSampler(dataset, generator=generator), program.batch_size, program.drop_last
+        )
+    },
+    "own_batches": lambda program, dataset, generator: {"batch_sampler": OwnBatches(program.length)},
+    "feedback": lambda program, dataset, generator: {"sampler": Feedback(program.length)},
+}
+"""Arguments of a DataLoader."""
 
 
 def stacked(samples: list[torch.Tensor]) -> torch.Tensor:
@@ -367,8 +342,9 @@ def make_loader(program: Program) -> DataLoader[Any]:
     """The loader of a program."""
     dataset: Any = DATASETS[program.dataset](program)
     generator = None if program.seed is None else torch.Generator().manual_seed(program.seed)
-    kind = LOADERS[program.loader]
-    loader: DataLoader[Any] = kind(
+    sampling = SAMPLING[program.sampler](program, dataset, generator)
+    sized = {} if "batch_sampler" in sampling else {"batch_size": program.batch_size, "drop_last": program.drop_last}
+    loader: DataLoader[Any] = LOADERS[program.loader](
         dataset,
         generator=generator,
         num_workers=program.num_workers,
@@ -377,7 +353,8 @@ def make_loader(program: Program) -> DataLoader[Any]:
         pin_memory=program.pin_memory,
         collate_fn=stacked if program.own_collate else None,
         multiprocessing_context=program.start_method if program.num_workers else None,
-        **_sampling(program, dataset, generator),
+        **sized,
+        **sampling,
     )
     return loader
 
@@ -479,26 +456,11 @@ class _Changed(_Untouched):
                 self.managed.change(act.setting, act.value, iterator, last_epoch=last_epoch)
             elif act.what == "take_back":
                 self.managed.take_back(act.setting, self.own[act.setting])
-            elif act.what == "resize":
-                if not self._may_resize(iterator, act.value):
-                    return
-                iterator.resize(act.value)
         except CannotChange:
             return
         self.outcome.changed.append(act)
-        if act.setting in ("num_workers", "persistent_workers") or act.what == "resize":
+        if act.setting in ("num_workers", "persistent_workers"):
             self.outcome.is_exact = self.program.num_workers == 0 or self.program.dataset not in DEPENDS_ON_WORKERS
-
-    def _may_resize(self, iterator: Any, workers: int) -> bool:
-        if not isinstance(iterator, SegmentedIterator) or not iterator.num_workers or iterator.fetches_here:
-            return False
-        if self.managed.running.start is not None and self.managed.running.start.has_changed:
-            return False
-        if self.program.dataset == "Counts" and self.program.num_workers:
-            return False  # a trial shows it, which whoever resizes has made
-        running = self.managed.running
-        asked = AskedChange(self.loader, "num_workers", workers, self.managed.own_workers, running.start)
-        return why_not(asked) is None
 
     def step_done(self, iterator: Any) -> None:
         self.managed.step_done(iterator)
@@ -510,12 +472,7 @@ class _Changed(_Untouched):
 
 
 def run(program: Program, *, changed: bool) -> Outcome:
-    """Carry a program out, from the same random states on.
-
-    Args:
-        program: what is done.
-        changed: with the acts that are ours.
-    """
+    """Carry a program out, from the same random states on; ``changed``: with the acts that are ours."""
     torch.manual_seed(7)
     np.random.seed(7)
     random.seed(7)
@@ -543,11 +500,7 @@ def run(program: Program, *, changed: bool) -> Outcome:
 def _epoch(program: Program, epoch: int, user: _Untouched, failed: list[Any]) -> bool:
     """Read an epoch; whether the program goes on after it.
 
-    Args:
-        program: what is done.
-        epoch: its number.
-        user: who reads.
-        failed: the iterators of a program that raises: the exception holds them in a cycle.
+    ``failed`` gets the iterators of a program that raises: the exception holds them in a cycle.
     """
     loader, dataset, seen = user.loader, user.loader.dataset, user.outcome.seen[-1]
     last_epoch = epoch >= program.epochs - 2
@@ -605,9 +558,7 @@ def _peek(loader: DataLoader[Any], failed: list[Any]) -> Any:
 def end_workers(iterator: Any, *, kill: bool = False) -> None:
     """End the workers of an iterator that has raised.
 
-    Args:
-        iterator: of any kind.
-        kill: one has died: as long as torch knows of it, its handler raises at the end of any child.
+    With ``kill`` one has died: as long as torch knows of it, its handler raises at the end of any child.
     """
     for worker in workers_of(iterator) if kill else ():
         while worker.is_alive():
@@ -639,11 +590,7 @@ def numbers_only(seen: list[list[Any]]) -> list[list[Any]]:
 
 @contextlib.contextmanager
 def nothing_is_left(*, collect: bool = False) -> Iterator[None]:
-    """Fail where files, processes or shared memory are left behind.
-
-    Args:
-        collect: also what only a collection of garbage frees may be left.
-    """
+    """Fail where files, processes or shared memory are left behind; ``collect`` garbage before, which may hold them."""
     gc.collect()
     before = _left()
     gc.disable()  # what it has to collect stays for long, and torch takes five seconds for each worker of an iterator

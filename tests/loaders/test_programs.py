@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.callbacks.auto_fix_runs import FAST, SLOW, Numbers, Run, finding, loader, script
 from tests.fork_server import run_code
 from tests.helpers import wait_for
 from tests.loaders.programs import (
     DATASETS,
     NOT_SPAWNED,
-    SAMPLERS,
+    SAMPLING,
     Act,
     Outcome,
     Program,
@@ -43,20 +39,18 @@ VALUES: dict[str, Any] = {
 
 @st.composite
 def acts(draw: st.DrawFn, epochs: int, batches: int, peeks: bool) -> Act:
-    what = draw(st.sampled_from([*["change"] * 5, "resize", "take_back", "version", "entry", *["peek"] * peeks]))
-    ours = what in ("change", "resize", "take_back")
+    what = draw(st.sampled_from([*["change"] * 6, "take_back", "version", "entry", *["peek"] * peeks]))
+    ours = what in ("change", "take_back")
     epoch, step = draw(st.integers(0, epochs - 1 - ours)), draw(st.integers(0, batches))
     if what in ("change", "take_back"):
         setting = draw(st.sampled_from([*["num_workers"] * 3, *VALUES]))
         return Act(epoch, step, what, setting, draw(VALUES[setting]) if what == "change" else None)
-    if what in ("resize", "entry"):
-        return Act(epoch, step, what, value=draw(st.integers(1, 4)))
-    return Act(epoch, step, what)
+    return Act(epoch, step, what, value=draw(st.integers(1, 4)) if what == "entry" else None)
 
 
 @st.composite
 def programs(
-    draw: st.DrawFn, start_methods: tuple[str, ...] = ("fork",), samplers: tuple[str, ...] = SAMPLERS
+    draw: st.DrawFn, start_methods: tuple[str, ...] = ("fork",), samplers: tuple[str, ...] = tuple(SAMPLING)
 ) -> Program:
     """Programs whose untouched run is the same each time."""
     method = draw(st.sampled_from(start_methods))
@@ -144,7 +138,7 @@ def test_changes_leave_a_program_as_it_was(program: Program) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("sampler", SAMPLING)
 @machine(60)
 @given(st.data())
 def test_changes_leave_many_programs_as_they_were(sampler: str, data: st.DataObject) -> None:
@@ -192,50 +186,9 @@ def test_workers_that_live_on_leave_the_loader_s_number_as_it_was_restored() -> 
     )
 
 
-@st.composite
-def trainings(draw: st.DrawFn) -> dict[str, Any]:
-    setting = draw(st.sampled_from(["num_workers", "prefetch_factor", "persistent_workers"]))
-    return {
-        "finding": {setting: draw(VALUES[setting].filter(bool))},
-        "before": draw(st.integers(5, 12)),
-        "after": draw(st.sampled_from([FAST, SLOW])),
-        "draws": draw(st.sampled_from(["", "", "torch", "numpy", "random"])),
-        "length": draw(st.integers(20, 60)),
-        "loader": {
-            "num_workers": draw(st.integers(0, 3)),
-            "batch_size": draw(st.integers(1, 3)),
-            "generator": draw(st.none() | st.integers(0, 3)),
-        },
-    }
-
-
-def check_training(training: dict[str, Any]) -> None:
-    """The same samples, order and weights under AutoFix."""
-
-    def made() -> Any:
-        given = dict(training["loader"])
-        if given["generator"] is not None:
-            given["generator"] = torch.Generator().manual_seed(given["generator"])
-        return loader(Numbers(training["length"], training["draws"]), **given)
-
-    detector = script([finding(**training["finding"])], training["after"], before=training["before"])
-    with tempfile.TemporaryDirectory() as folder:
-        autofix = Run(Path(folder), detector, made())
-        assert autofix.left == []
-        assert autofix.same_as_without(Path(folder), made())
-
-
-@machine(2)
-@given(trainings())
-def test_a_training_under_autofix_is_as_without(training: dict[str, Any]) -> None:
-    check_training(training)
-
-
-@pytest.mark.matrix
-@machine(60)
-@given(trainings())
-def test_many_trainings_under_autofix_are_as_without(training: dict[str, Any]) -> None:
-    check_training(training)
+def test_where_workers_live_on_a_dataset_that_changes_is_brought_to_new_ones() -> None:
+    acts = (Act(0, 1, "change", "persistent_workers", True), Act(2, 0, "version"))
+    compare(Program(num_workers=1, epochs=5, acts=acts))
 
 
 def runs(pid: int) -> bool:

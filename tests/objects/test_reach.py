@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
+from lightning.pytorch import Callback
 from torch.utils.data import Dataset, Subset
 
 from lightning_gpuopt.objects.dataset_state import DatasetState
@@ -97,6 +99,7 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "stand-in of ours": lambda state: WorkerStart(lambda worker: state.scale, None, "", {}, {}, None),
     "namespace": lambda state: of(SimpleNamespace(state=state)),
     "class attribute": lambda state: made(state=state),
+    "class attribute of a base": lambda state: made((type(made(state=state)),)),
     "import inside": lambda state: vars(SETTINGS).update(level=state) or made(__getitem__=imported),
     "global": by_global(lambda: made(__getitem__=scaled)),
     "global of a decorated installed function": by_global(lambda: of(functools.wraps(sum)(lambda x: CURRICULUM.scale))),
@@ -166,6 +169,19 @@ def test_a_parameter_alone_and_a_traced_module_are_trained(make: Callable[[Any],
     with torch.no_grad():
         getattr(value, "weight", value).add_(1)
     assert before.has_changed() or not before.is_comparable
+
+
+def callback() -> Callback:
+    made = Callback()
+    made.steps = 0  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("made", [torchmetrics.SumMetric, lambda: torch.optim.SGD([torch.zeros(1)], lr=0.1), callback])
+def test_a_metric_an_optimizer_and_a_callback_with_a_state_are_trained(made: Callable[[], Any]) -> None:
+    value = made()
+    before = DatasetState(dataset=of(lambda x: value))
+    assert ([each.kind for each in before.held], before.is_comparable) == (["trained"], False)
 
 
 def test_the_weights_of_a_module_that_is_not_trained_are_compared() -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import inspect
-import multiprocessing
 import random
-from collections import Counter
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -14,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
@@ -24,8 +20,8 @@ from lightning_gpuopt.tuning import find, probe
 from lightning_gpuopt.tuning.caps import Room
 from lightning_gpuopt.tuning.find import find_num_workers
 from lightning_gpuopt.tuning.workers import Measured
-from tests.helpers import Clock, wait_for
-from tests.shared_memory import shared_files
+from tests.helpers import Clock
+from tests.loaders.programs import nothing_is_left
 from tests.tuning.datasets import (
     Broken,
     Interrupting,
@@ -41,22 +37,6 @@ from tests.tuning.test_search import World
 QUICK: dict[str, Any] = {"max_num_workers": 2, "step_time_s": 0.01}
 
 
-def footprint() -> Counter[str]:
-    """Child processes, files in /dev/shm, and open files but for the blocks that multiprocessing keeps for later."""
-    gc.collect()
-    multiprocessing.active_children()  # waits for those that have ended
-    files = [link for file in Path("/proc/self/fd").iterdir() if "/pym-" not in (link := _link(file))]
-    children = [f"process {child.pid}" for child in psutil.Process().children(recursive=True)]
-    return Counter([*children, *shared_files(), *files])
-
-
-def _link(file: Path) -> str:
-    try:
-        return str(file.readlink())
-    except OSError:  # the listing's own
-        return "/pym-"
-
-
 @pytest.fixture(scope="module")
 def warm() -> None:
     """Python's own helpers are there, and stay: the resource tracker, and a first block of shared memory."""
@@ -67,10 +47,8 @@ def warm() -> None:
 @pytest.fixture(autouse=True)
 def _nothing_is_left(warm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(probe, "_MIN_S", 0.02)  # how exact the figures are does not matter here
-    before = footprint()
-    yield
-    # Queues close their pipes on threads of their own; what others have left may go meanwhile.
-    wait_for(lambda: footprint() <= before)
+    with nothing_is_left(collect=True):
+        yield
 
 
 def test_the_result_is_what_to_give_a_dataloader() -> None:

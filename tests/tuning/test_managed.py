@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
 
 from lightning_gpuopt.compat.dataloader import workers_of
 from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
+from tests.tuning.datasets import Stream
 
 PAGE = Path(__file__).parents[2] / "docs/workers.md"
 
@@ -77,6 +78,25 @@ class OwnGenerator(Numbers):
         return torch.tensor([self.rng.random()])
 
 
+class OpensLate(Numbers):
+    """Opens its file when a sample is read first."""
+
+    file: Any = None
+    keys = range(24)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.file is None:
+            self.file, self.tokens = PAGE.open("rb"), {"a": 0}
+        return torch.tensor([index])
+
+
+class Unpicklable(Numbers):
+    keys = range(24)
+
+    def __getstate__(self) -> Any:
+        raise TypeError("not to be pickled")
+
+
 class Epochs(Numbers):
     def set_epoch(self, epoch: int) -> None: ...
 
@@ -87,11 +107,6 @@ class Closed:
     @property
     def __dict__(self) -> Any:  # type: ignore[override]
         raise TypeError("nobody looks into a Closed")
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(24))
 
 
 class Makes(DataLoader[Any]):
@@ -134,8 +149,8 @@ def made_by(one: ManagedLoader) -> Any:
         (lambda: loader(kind=Makes), "num_workers", 2, "refused because a Makes makes its iterators itself"),
         (lambda: loader(kind=Makes), "prefetch_factor", 4, "with the next iterator"),
         (lambda: loader(kind=Keeps), "prefetch_factor", 4, "refused because the state of a Keeps holds for"),
-        (lambda: loader(Stream()), "prefetch_factor", 4, "with the next iterator"),
-        (lambda: loader(Stream()), "persistent_workers", True, "refused because workers that live on would go on"),
+        (lambda: loader(Stream(24)), "prefetch_factor", 4, "with the next iterator"),
+        (lambda: loader(Stream(24)), "persistent_workers", True, "refused because workers that live on would go on"),
         (loader, "num_workers", 0, "refused because without workers the training process draws"),
         (
             lambda: loader(sampler=RandomSampler(range(24), generator=torch.default_generator)),
@@ -171,11 +186,8 @@ def test_what_takes_another_iterator_is_refused_in_the_last_epoch() -> None:
         one.change("prefetch_factor", 4, last_epoch=True)
 
 
-def test_a_dataset_that_cannot_be_looked_into_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_that_cannot_be_looked_into_is_left_alone() -> None:
     class Fails:
-        def __iter__(self) -> Any:
-            raise OSError("gone")
-
         @property
         def generator(self) -> Any:
             raise OSError("gone")
@@ -183,18 +195,6 @@ def test_a_dataset_that_cannot_be_looked_into_is_left_alone(monkeypatch: pytest.
     assert managed(loader(sampler=Fails())).when("num_workers", 2) == (
         "refused because it cannot be looked into: OSError: gone"
     )
-
-
-def test_a_setting_comes_with_the_next_iterator_and_goes_with_the_one_after() -> None:
-    one, made = managed(), []
-    assert one.change("prefetch_factor", 4) is False
-    assert (one.is_settled, one.is_waiting("prefetch_factor", None)) == (False, True)
-    made.append(made_by(one)._segments[-1].loader.prefetch_factor)
-    one.take_back("prefetch_factor", 2)
-    assert one.loader.prefetch_factor == 4
-    made.append(made_by(one)._segments[-1].loader.prefetch_factor)
-    assert made == [4, 2]
-    assert one.is_settled
 
 
 def test_running_workers_are_changed_now_and_the_loader_is_as_before_at_the_end() -> None:
@@ -211,24 +211,40 @@ def test_running_workers_are_changed_now_and_the_loader_is_as_before_at_the_end(
     assert (source.num_workers, source.prefetch_factor, source.persistent_workers) == (1, 2, False)
 
 
-@pytest.mark.parametrize("setting", ["num_workers", "persistent_workers"])
-def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(setting: str) -> None:
-    value = {"num_workers": 2, "persistent_workers": True}[setting]
-    one = managed(loader(Draws()), exact=True)
+@pytest.mark.parametrize(
+    ("setting", "value", "made", "why"),
+    [
+        ("num_workers", 3, lambda: loader(Draws()), "its workers draw random numbers"),
+        ("persistent_workers", True, lambda: loader(Draws()), "its workers draw random numbers"),
+        (
+            "num_workers",
+            3,
+            lambda: loader(Numbers(rng=np.random.default_rng(0)), num_workers=2),
+            "its dataset holds a random generator, dataset.rng (Generator)",
+        ),
+        (
+            "num_workers",
+            3,
+            lambda: loader(multiprocessing_context="forkserver"),
+            "its workers are started by 'forkserver': what they draw cannot be looked at",
+        ),
+    ],
+)
+def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(
+    setting: str, value: Any, made: Any, why: str
+) -> None:
+    one = managed(made(), exact=True)
     assert one.when(setting, value) == "refused because nothing has shown yet whether its workers draw"
     with pytest.raises(CannotChange):
         one.change(setting, value)
-    assert one.when(setting, value) == "refused because its workers draw random numbers (exact=True)"
+    assert one.when(setting, value) == f"refused because {why} (exact=True)"
     assert one.when("prefetch_factor", 4) == "with the next iterator"
 
 
-def test_first_workers_that_would_run_the_script_again_are_refused() -> None:
-    before = multiprocessing.get_start_method(allow_none=True)
-    multiprocessing.set_start_method("spawn", force=True)
-    try:
-        when = managed(loader(num_workers=0)).when("num_workers", 2)
-    finally:
-        multiprocessing.set_start_method(before, force=True)
+def test_first_workers_that_would_run_the_script_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda: spawn)
+    when = managed(loader(num_workers=0)).when("num_workers", 2)
     assert when.startswith("refused because its workers would be started by 'spawn', which runs the program's script")
 
 
@@ -286,7 +302,7 @@ def test_a_corrupt_sample_does_not_hide_what_reading_does() -> None:
         managed(loader(FailsOnce())).change("num_workers", 2)
 
 
-@pytest.mark.parametrize("made", [Caches, Keyed], ids=["a cache", "read by keys"])
+@pytest.mark.parametrize("made", [Caches, Keyed, OpensLate, Unpicklable])
 def test_what_gives_the_same_when_it_is_read_again_is_served(made: Any) -> None:
     one = managed(loader(made(), sampler=made.keys))
     one.change("persistent_workers", True)
@@ -330,6 +346,7 @@ def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
     first = managed(loader(OwnGenerator(), num_workers=0), exact=True)
     first.change("num_workers", 2)
     made_by(first)
+    assert first.looked_s > 0
     assert first.refused == {"num_workers": "its dataset makes a random generator in each worker (exact=True)"}
 
 
@@ -355,37 +372,6 @@ def test_exact_gives_first_workers_back_where_one_draws_after_all() -> None:
     assert (samples, source.num_workers) == (list(range(24)), 1)  # to the end of this epoch
     assert [int(each) for batch in made_by(one) for each in batch] == list(range(24))
     assert (source.num_workers, source.prefetch_factor) == (0, None)
-
-
-class DrawsAtOnce(Sampler[list[int]]):
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(torch.randperm(24).view(-1, 2).tolist())
-
-    def __len__(self) -> int:
-        return 12
-
-
-def test_workers_that_persist_are_replaced_without_a_draw_more() -> None:
-    def epochs(change: bool) -> list[Any]:
-        torch.manual_seed(5)
-        # The timeout has a change come with other workers, in the next epoch.
-        source = DataLoader(Numbers(), batch_sampler=DrawsAtOnce(), num_workers=1, persistent_workers=True, timeout=60)
-        one, seen, create = managed(source, measures=True), [], source._get_iterator
-        vars(source)["_get_iterator"] = lambda: one.iterator_wanted()(lambda make=create: make())
-        for _ in range(3):
-            one.epoch_begins()
-            iterator: Any = iter(source)
-            seen.append([next(iterator).tolist()])
-            one.step_done(iterator)
-            if change:
-                one.running.apply(2)
-            seen[-1] += [batch.tolist() for batch in iterator]
-            seen.append(torch.rand(1).item())
-        assert iterator.num_workers == 1 + change
-        iterator._shutdown_workers()
-        return seen
-
-    assert epochs(change=True) == epochs(change=False)
 
 
 def test_workers_that_were_to_live_on_and_died_are_started_anew() -> None:
@@ -451,6 +437,14 @@ def test_the_page_has_a_row_for_each_rule() -> None:
     rows = [row.split("|")[1:3] for row in table.strip().splitlines()[2:]]
     named = {**{rule.name: rule.settings for rule in RULES}, **BY_TRIAL}
     assert {row[0].strip(): tuple(re.findall(r"`(\w+)`", row[1])) for row in rows} == named
+
+
+class DrawsAtOnce(Sampler[list[int]]):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(24).view(-1, 2).tolist())
+
+    def __len__(self) -> int:
+        return 12
 
 
 def test_more_batches_ahead_are_prepared_only_where_the_sampler_may_be_asked_for_them() -> None:

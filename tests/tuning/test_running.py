@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import workers_of
 from lightning_gpuopt.tuning import caps, running
@@ -21,23 +21,11 @@ from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, 
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.workers import Trial
 from tests.helpers import Clock
+from tests.tuning.datasets import Numbers
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 MIB = 1 << 20
-
-
-class Numbers(Dataset[torch.Tensor]):
-    """Sample ``i`` is ``[i, extra]``."""
-
-    def __init__(self, length: int = 160) -> None:
-        self.length, self.extra = length, 0
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), float(self.extra)])
 
 
 class Pulled:
@@ -54,7 +42,7 @@ class Pulled:
 
 
 def loader(workers: int = 1, **kwargs: Any) -> DataLoader[Any]:
-    return DataLoader(Numbers(), **{"batch_size": 2, "shuffle": True, "num_workers": workers, **kwargs})
+    return DataLoader(Numbers(160), **{"batch_size": 2, "shuffle": True, "num_workers": workers, **kwargs})
 
 
 def follower(
@@ -171,6 +159,15 @@ class TestDecisions:
         made.follow(later)
         assert made.meter.asleep == made.policy.skip
 
+    def test_what_was_seen_of_a_sampler_holds_for_another_of_its_class_alone(self) -> None:
+        made, alike, other = follower(), loader(), loader(shuffle=False)
+        seen = made.order
+        seen.watched(made.loader)
+        made.go_on_with(alike)
+        assert made.order is seen
+        made.go_on_with(other)
+        assert made.order is not seen
+
     def test_a_loader_that_replaces_it_goes_on_where_it_stopped(self) -> None:
         made, new = follower(), loader()
         made.apply(4)
@@ -181,26 +178,25 @@ class TestDecisions:
 
 
 class TestRoom:
-    def cap(self, monkeypatch: pytest.MonkeyPatch, made: RunningLoader, room: Room, **kwargs: Any) -> Cap:
-        monkeypatch.setattr(running, "room", lambda files: room)
-        return made.cap(**kwargs)
-
-    def test_where_nothing_is_known_it_is_what_is_allowed(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert self.cap(monkeypatch, follower(most=3), Room(2.0)) == Cap(3, "max_num_workers")
-        assert self.cap(monkeypatch, follower(), Room(2.0)) == Cap(16, "max_num_workers")
-
-    def test_batches_ahead_are_in_shared_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made = follower()
-        made.meter.seen = STATS
-        made.decide()
-        # four fifths of 50 MiB, less a batch with the consumer: nine batches of 4 MiB, two for each worker
-        assert self.cap(monkeypatch, made, Room(2.0, None, 50 * MIB)) == Cap(4, "shared_memory")
-
-    def test_of_several_ranks_each_has_its_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made = follower(ranks=2)
-        made.meter.seen = STATS
-        made.decide()
-        assert self.cap(monkeypatch, made, Room(2.0, None, 50 * MIB)) == Cap(2, "shared_memory")
+    @pytest.mark.parametrize(
+        ("given", "is_known", "cap"),
+        [
+            ({"most": 3}, False, Cap(3, "max_num_workers")),
+            ({}, False, Cap(16, "max_num_workers")),
+            # four fifths of 50 MiB, less a batch with the consumer: nine batches of 4 MiB, two for each worker
+            ({}, True, Cap(4, "shared_memory")),
+            ({"ranks": 2}, True, Cap(2, "shared_memory")),
+        ],
+    )
+    def test_it_is_what_is_allowed_and_what_shared_memory_has_for_batches_ahead(
+        self, given: Any, is_known: bool, cap: Cap, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made = follower(**given)
+        if is_known:
+            made.meter.seen = STATS
+            made.decide()
+        monkeypatch.setattr(running, "room", lambda files: Room(2.0, None, 50 * MIB))
+        assert made.cap() == cap
 
     def test_it_is_looked_at_every_five_seconds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock = Clock()
@@ -213,12 +209,8 @@ class TestRoom:
         assert made.no_longer_fits() is None
         clock.now_s += 5.0
         assert made.no_longer_fits() == Cap(3, "memory")
-
-    def test_workers_that_fit_stay(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        clock = Clock()
-        made = follower(3, clock=clock)
+        monkeypatch.setattr(RunningLoader, "cap", lambda self, keep: Cap(4, "memory"))
         clock.now_s += 5.0
-        monkeypatch.setattr(RunningLoader, "cap", lambda self, keep: Cap(3, "memory"))
         assert made.no_longer_fits() is None
 
 
@@ -226,7 +218,6 @@ class TestAnotherNumber:
     def test_before_anything_runs_it_is_written_down(self) -> None:
         made = follower()
         made.apply(3)
-        assert made.loader.num_workers == 3
         assert (made.loader.num_workers, made.policy.num_workers, made.no_more) == (3, 3, None)
         assert made.meter.asleep == made.policy.skip  # and nothing waits
 
@@ -238,14 +229,12 @@ class TestAnotherNumber:
         assert made.problem is not None
         made.apply(3)
         assert made.loader.num_workers == 3
-        assert made.loader.num_workers == 3
 
     def test_workers_of_an_earlier_fit_get_no_more_beside_them(self) -> None:
         made = follower()
         iterator = Pulled()
         made.follow(iterator)
         made.apply(3)
-        assert made.loader.num_workers == 1
         assert made.no_more == "its workers run since an earlier fit, and their dataset may be another by now"
         assert (made.loader.num_workers, made.policy.settled) == (1, True)
 
@@ -255,7 +244,7 @@ class TestAnotherNumber:
             made.note_start()
             iterator = Pulled()
             made.follow(iterator)
-            made.loader.dataset.extra = 5  # type: ignore[attr-defined]
+            made.loader.dataset.size = 5  # type: ignore[attr-defined]
             made.apply(3)
             assert made.loader.num_workers == number
             assert (made.no_more is not None) is persist
@@ -269,9 +258,9 @@ class TestAnotherNumber:
 class TestWhetherAStartPays:
     """Workers that are not forked, and started anew for each epoch of 80 batches."""
 
-    def pays(self, wanted: int, *, set_up_s: float, wait_s: float, cpus: float = 2.0, **kwargs: Any) -> bool:
+    def pays(self, wanted: int, *, set_up_s: float, wait_s: float, **kwargs: Any) -> bool:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(running, "usable_cpus", lambda: cpus)
+            patch.setattr(running, "usable_cpus", lambda: 2.0)
             made = follower(2, **{"multiprocessing_context": "spawn", **kwargs})
             clock: Any = made._clock
             made._began = clock()
@@ -290,10 +279,6 @@ class TestWhetherAStartPays:
     )
     def test_they_save_of_the_waits_as_much_as_they_are_more(self, set_up_s: float, pays: bool) -> None:
         assert self.pays(4, set_up_s=set_up_s, wait_s=0.1) is pays
-
-    def test_on_free_cpus_more_start_beside_one_another(self) -> None:
-        assert self.pays(4, set_up_s=100.0, wait_s=0.1, cpus=8.0)
-        assert not self.pays(4, set_up_s=100.0, wait_s=0.0, cpus=8.0)
 
     @pytest.mark.parametrize(
         "kwargs", [{"multiprocessing_context": "fork"}, {"persistent_workers": True}], ids=["forked", "persistent"]
@@ -322,7 +307,6 @@ def test_in_an_epoch_workers_start_where_its_rest_is_long_enough(start_s: float,
     assert iterator.batches_left == 19  # of 40: two are under way
     iterator.started, made._wait_s = (start_s, 1), 1.0  # three take three times as long
     made.apply(3)
-    assert made.loader.num_workers == 3
     assert (iterator.num_workers, made.loader.num_workers) == (3 if pays else 1, 3)
     iterator._shutdown_workers()
 
@@ -426,55 +410,38 @@ def test_a_settled_meter_reads_no_clock() -> None:
     assert meter.asleep == (1 << 40) - 81
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "reason"),
-    [
-        ({"timeout": 60}, "the first batches of new workers may take longer than the loader's timeout=60"),
-        ({"multiprocessing_context": "spawn"}, "workers started by 'spawn' take seconds"),
-    ],
-)
-def test_where_training_would_wait_for_new_workers_the_next_epoch_changes(kwargs: dict[str, Any], reason: str) -> None:
-    source = loader(**kwargs)
-    made = RunningLoader(source, LivePolicy(1, cpus=1.0))
-    assert reason in (made._why_not_live() or "")
-    if "timeout" in kwargs:
-        iterator = made_by(made)
-        next(iterator)
-        made.follow(iterator)
-        assert reason in (made.problem or "")
-        made.apply(3)
-        assert made.loader.num_workers == 3
-        assert (iterator.num_workers, made.loader.num_workers) == (1, 3)
-        iterator._shutdown_workers()
-
-
 def seeds(worker: int) -> None:
     random.seed(42 + worker)
 
 
-def test_workers_that_seed_themselves_by_their_number_change_with_the_next_epoch() -> None:
-    made = follower(1, worker_init_fn=seeds)
+@pytest.mark.parametrize(
+    ("own", "kwargs", "reason"),
+    [
+        (1, {"timeout": 60}, "the first batches of new workers may take longer than the loader's timeout=60"),
+        (1, {"worker_init_fn": seeds}, "they seed themselves by their number"),
+        (0, {}, "workers started by 'spawn' take seconds"),
+    ],
+)
+def test_where_other_workers_should_not_take_over_the_next_epoch_changes(
+    own: int, kwargs: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not own:
+        monkeypatch.setattr(RunningLoader, "_why_not_live", lambda self: reason)
+    source = loader(own, **kwargs)
+    assign(source, 1)
+    made = RunningLoader(source, LivePolicy(1, cpus=1.0), own_workers=own)
     iterator = made_by(made)
     next(iterator)
     made.follow(iterator)
     made.apply(3)
-    assert "they seed themselves by their number" in (made.problem or "")
-    assert (iterator.num_workers, made.loader.num_workers) == (1, 3)
-    iterator._shutdown_workers()
-
-
-def test_spawned_workers_of_a_loader_without_any_are_not_changed_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RunningLoader, "_why_not_live", lambda self: "workers started by 'spawn' take seconds")
-    source = DataLoader(Numbers(), batch_size=2, shuffle=True)
-    source.num_workers, source.prefetch_factor = 1, 2
-    made = RunningLoader(source, LivePolicy(1, cpus=1.0), own_workers=0)
-    iterator = made_by(made)
-    next(iterator)
-    made.follow(iterator)
-    made.apply(3)
-    assert made.loader.num_workers == 3
+    assert reason in (made.problem or "")
     assert (iterator.num_workers, len(workers_of(iterator)), source.num_workers) == (1, 1, 3)
     iterator._shutdown_workers()
+
+
+def test_workers_that_are_not_forked_do_not_take_over() -> None:
+    why = follower(multiprocessing_context="spawn")._why_not_live() or ""
+    assert why.startswith("workers started by 'spawn' take seconds")
 
 
 def test_workers_that_run_are_kept_where_no_more_would_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

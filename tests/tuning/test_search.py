@@ -99,11 +99,15 @@ def test_in_every_world_the_choice_is_good_and_not_too_large(cpus: float) -> Non
     ):
         world = World(wall_s, wall_s * cpu_share, step_s, cpus=cpus, at_most_per_s=shared)
         tried, choice = search(world)
-        best = max(map(world.rate, range(1, CAP.num_workers + 1)))
-        smallest = next(count for count in range(1, CAP.num_workers + 1) if world.rate(count) >= 0.95 * best)
-        assert world.rate(choice.num_workers) >= 0.95 * best, (world, tried, choice)
-        assert choice.num_workers <= 1.5 * smallest, (world, tried, choice)
+        assert is_good(choice.num_workers, world), (world, tried, choice)
         assert len(tried) <= 10
+
+
+def is_good(chosen: int, world: World) -> bool:
+    """Whether a choice is nearly as fast as can be, and hardly larger than need be."""
+    best = max(map(world.rate, range(1, CAP.num_workers + 1)))
+    smallest = next(count for count in range(1, CAP.num_workers + 1) if world.rate(count) >= 0.95 * best)
+    return world.rate(chosen) >= 0.95 * best and chosen <= 1.5 * smallest
 
 
 def test_the_cap_is_never_passed_and_named_where_it_is_what_limits() -> None:
@@ -236,11 +240,7 @@ def test_one_disturbed_trial_does_not_change_what_is_found(wall_s: float, step_s
                 rate = 0.7 * seen.trial.batches_per_s
                 seen = replace(seen, trial=Trial(count, rate, 1 / rate - step_s))
             search.seen.append(seen)
-        chosen = choice(search).num_workers
-        best = max(map(world.rate, range(1, CAP.num_workers + 1)))
-        smallest = next(count for count in range(1, CAP.num_workers + 1) if world.rate(count) >= 0.95 * best)
-        assert world.rate(chosen) >= 0.95 * best, (world, search.seen, chosen)
-        assert chosen <= 1.5 * smallest, (world, search.seen, chosen)
+        assert is_good(choice(search).num_workers, world), (world, search.seen)
 
 
 def test_on_cases_that_no_rule_was_fitted_to_the_choices_are_good_and_lean() -> None:

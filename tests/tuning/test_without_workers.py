@@ -5,10 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import random
-import sqlite3
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,8 +13,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from lightning_gpuopt.tuning import without_workers
-from lightning_gpuopt.tuning.sharing import held_by
 from tests.tuning.datasets import Broken, Numbers, Stream, Stuck
+
+pytestmark = pytest.mark.usefixtures("cheap_workers")
 
 
 class Reads(Numbers):
@@ -32,12 +29,6 @@ class Reads(Numbers):
         if self.draw is not None:
             self.draw()
         return torch.full((self.size,), float(index))
-
-
-@pytest.fixture(autouse=True)
-def _worth_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taking a batch from a worker costs nothing, however fast this machine is."""
-    monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.0, 0.0))
 
 
 def look(source: DataLoader[Any], longest_s: float = 30.0, **kwargs: Any) -> without_workers.WorkersCheck:
@@ -92,48 +83,6 @@ def test_what_becomes_of_the_worker_is_told(dataset: Any, longest_s: float, prob
     assert (look(loader(dataset), longest_s).problem or "").startswith(problem)
 
 
-class Holding(Numbers):
-    def __init__(self, held: Any) -> None:
-        super().__init__()
-        self.held = {"deep": [held]}
-
-
-def numbers() -> Any:
-    yield from range(3)
-
-
-@pytest.mark.parametrize("what", ["file", "generator", "connection", "function"])
-def test_what_other_processes_cannot_have_is_named(tmp_path: Path, what: str) -> None:
-    connection = sqlite3.connect(":memory:")
-    with (tmp_path / "data").open("wb") as file:
-        held = {"file": file, "generator": numbers(), "connection": connection}.get(what)
-        more = {"collate_fn": lambda samples: file.write(b"")} if what == "function" else {}
-        problem = look(loader(Holding(held), **more)).problem
-    connection.close()
-    found = {
-        "file": "dataset.held['deep'][0] (BufferedWriter",
-        "generator": "dataset.held['deep'][0] (generator",
-        "connection": "dataset.held['deep'][0] (Connection",
-        "function": "collate_fn.file (BufferedWriter",
-    }
-    assert problem is not None
-    assert problem.startswith("its dataset holds " + found[what])
-
-
-def test_functions_classes_and_arrays_are_let_through_unread() -> None:
-    class Inner(Dataset[Any]):
-        transform = staticmethod(lambda x: x)
-
-        def __init__(self) -> None:
-            self.big = np.zeros((1 << 20,), np.uint8)
-            self.tensor, self.kind, self.function = torch.zeros(1 << 20), Inner, lambda: self.tensor
-            self.module = np
-            self.lock, self.count = threading.Lock(), multiprocessing.Value("i", 0)
-            self.itself = [self]
-
-    assert held_by(loader(Inner(), sampler=[0])) == []
-
-
 def test_batches_that_are_made_sooner_than_handed_over_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(without_workers, "receive_cost", lambda nbytes: (0.0, 0.05 * nbytes, 0.0))
     assert look(loader(TensorDataset(torch.zeros(800, 0)))).problem is None
@@ -147,16 +96,9 @@ def test_a_stream_is_read_where_that_is_allowed() -> None:
     assert look(loader(Stream(64)), iterable=True).problem is None
 
 
-@pytest.fixture
-def spawned() -> Iterator[None]:
-    before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("spawn", force=True)
-    yield
-    multiprocessing.set_start_method(before, force=True)
-
-
-@pytest.mark.usefixtures("spawned")
-def test_where_processes_are_not_forked_none_is_started() -> None:
+def test_where_processes_are_not_forked_none_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    monkeypatch.setattr(torch.multiprocessing, "get_context", lambda: spawn)
     assert "would be started by 'spawn', which runs the program's script again" in (look(loader(Reads())).problem or "")
 
 
