@@ -33,16 +33,11 @@ _MIN_INTERVAL_S = 0.001
 _OPEN_TIMEOUT_S = 1.5
 """How long ``setup`` waits for NVML to list the devices, so that a missing one is an error before training begins."""
 
-_CLOSE_TIMEOUT_S = 1.0
-"""How long the end of ``fit`` waits for NVML; a call that takes longer is said to hang."""
-
-_GATHER_TIMEOUT_S = 3.0
-"""How long the end of ``fit`` waits for the other ranks' last figures."""
-
+_CLOSE_TIMEOUT_S = 1.0  # how long the end of ``fit`` waits for NVML; a call that takes longer is said to hang
+_GATHER_TIMEOUT_S = 3.0  # how long the end of ``fit`` waits for the other ranks' last figures
 _INTERVAL_S = 0.1
 
-_BAR_EVERY_N_STEPS = 50
-"""How often the progress bar's figure is refreshed where nothing is logged."""
+_BAR_EVERY_N_STEPS = 50  # how often the progress bar's figure is refreshed where nothing is logged
 
 
 class GpuUtilMonitor(CallbackBase):

@@ -9,11 +9,8 @@ from typing import NoReturn
 
 from jsonargparse import ArgumentParser
 
-PROBLEM_FOUND = 1
-"""The exit code of a command that has run, and found a problem."""
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
+PROBLEM_FOUND = 1  # the exit code of a command that has run, and found a problem
+INTERRUPTED = 130  # the exit code after Ctrl-C
 
 
 class UsageError(Exception):

@@ -17,9 +17,7 @@ from lightning_gpuopt.demo.folders import BEFORE, MARK, RESULTS, from_here
 
 SUMMARY = "train a small convnet on real photographs, show where the time goes, apply the advice and train again"
 
-MIN_IMAGES = data.VALIDATION_PART * len(data.PHOTOGRAPHS)
-"""So many that each class is in the validation images."""
-
+MIN_IMAGES = data.VALIDATION_PART * len(data.PHOTOGRAPHS)  # so many that each class is in the validation images
 EnoughImages = restricted_number_type(f"int>={MIN_IMAGES}", int, (">=", MIN_IMAGES))
 
 Seed = restricted_number_type("0..2^32-1", int, [(">=", 0), ("<", 2**32)])

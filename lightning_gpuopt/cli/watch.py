@@ -23,9 +23,7 @@ SUMMARY = "run a training script as it is, measure it, and print why the GPU wai
 
 USAGE: Final = "lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ..."
 
-TAKES_COMMAND: Final = True
-"""What stands behind ``--`` is no argument of ours."""
-
+TAKES_COMMAND: Final = True  # what stands behind ``--`` is no argument of ours
 DEFAULT_FOLDER: Final = "./gpuopt"
 
 NOT_PREVENTED: Final = (

@@ -46,9 +46,7 @@ BaseIterator: Any = _BaseDataLoaderIter
 WorkersIterator: Any = _MultiProcessingDataLoaderIter
 """The kind of iterator that Lightning has end its workers as it drops a loader; nothing else of it is used."""
 
-_MAP: Final = 0
-"""``_DatasetKind.Map``."""
-
+_MAP: Final = 0  # ``_DatasetKind.Map``
 _MAP_PIPES: Final = tuple(filter(None, [getattr(torch.utils.data, "MapDataPipe", None)]))
 _ITERATES_BY: Final = frozenset(
     {

@@ -18,8 +18,7 @@ from lightning_gpuopt.loading.datasets import for_loader, leaves, locate, offers
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Labels: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
-NO_LABEL = -1
-"""The label of samples that have none."""
+NO_LABEL = -1  # the label of samples that have none
 
 
 class EncodedImages:

@@ -19,8 +19,7 @@ class _Held(threading.local):
 
 
 _held = _Held()
-_kept: list[list[Any]] = []
-"""Of a forked process, whose thread may end before it does: what it held when it was forked."""
+_kept: list[list[Any]] = []  # of a forked process, whose thread may end before it does: what it held when it was forked
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,10 @@ from typing import Any, Final
 
 from lightning_gpuopt.dali.library import DALI, held_in_forks, is_pipeline_def, load_dali
 
-ENCODED, LABELS, AREAS = "encoded", "labels", "areas"
-"""Names of a pipeline's inputs."""
-
+ENCODED, LABELS, AREAS = "encoded", "labels", "areas"  # names of a pipeline's inputs
 OUTPUTS = ("images", "labels")
 
-_DEPTH: Final = 1
-"""What DALI itself runs ahead when it is started; more batches are in flight because more are fed."""
+_DEPTH: Final = 1  # what DALI itself runs ahead when it is started; more batches are in flight because more are fed
 
 
 class PipelineError(ValueError):

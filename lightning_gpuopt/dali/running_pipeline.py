@@ -14,9 +14,7 @@ from torch.utils.dlpack import from_dlpack
 from lightning_gpuopt.dali.pipelines import AREAS, ENCODED, LABELS, OUTPUTS, PipelineError
 from lightning_gpuopt.dali.source import EncodedBatch
 
-_KEPT: Final = 2
-"""Batches whose bytes are kept after they came out: a GPU may still copy them then."""
-
+_KEPT: Final = 2  # batches whose bytes are kept after they came out: a GPU may still copy them then
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 

@@ -31,9 +31,7 @@ from lightning_gpuopt.storage.format import MANIFEST
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.utils.arguments import choice, or_auto, real_number, refuse, whole_number
 
-_GPU_THREADS: Final = 4
-"""CPU threads for a GPU pipeline: they parse and hand over, the GPU decodes."""
-
+_GPU_THREADS: Final = 4  # CPU threads for a GPU pipeline: they parse and hand over, the GPU decodes
 _DTYPES: Final = {"float32": torch.float32, "float16": torch.float16, "uint8": torch.uint8}
 
 

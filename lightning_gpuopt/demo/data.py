@@ -32,16 +32,10 @@ PHOTOGRAPHS = {
 }
 """Class name to the file of its photograph in scikit-image."""
 
-IMAGE_SIZE = (500, 375)
-"""Width and height of the JPEGs in pixels: those of the common photograph in ImageNet."""
-
+IMAGE_SIZE = (500, 375)  # width and height of the JPEGs in pixels: those of the common photograph in ImageNet
 JPEG_QUALITY = 90
-MIN_CROP = 0.15
-"""The narrowest crop, as a share of the widest that fits into the photograph."""
-
-VALIDATION_PART = 16
-"""One image in so many is for validation."""
-
+MIN_CROP = 0.15  # the narrowest crop, as a share of the widest that fits into the photograph
+VALIDATION_PART = 16  # one image in so many is for validation
 MANIFEST = "manifest.json"
 
 

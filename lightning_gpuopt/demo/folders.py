@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-RESULTS = ("report.json", "report.html", "metrics.csv", "stacks.speedscope.json")
-"""What a run leaves in its folder."""
-
-MARK = ".lightning-gpuopt-demo"
-"""Marks a folder as the demo's: only there does it remove an earlier run's results."""
-
-BEFORE = "before"
-"""Folder of the first run's results, where others followed it."""
+RESULTS = ("report.json", "report.html", "metrics.csv", "stacks.speedscope.json")  # what a run leaves in its folder
+MARK = ".lightning-gpuopt-demo"  # marks a folder as the demo's: only there does it remove an earlier run's results
+BEFORE = "before"  # folder of the first run's results, where others followed it
 
 
 def remove_results(folder: Path) -> None:

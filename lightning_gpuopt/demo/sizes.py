@@ -16,17 +16,11 @@ from lightning_gpuopt.demo.training import CROP_SIZE, DemoSettings, PhotographNe
 from lightning_gpuopt.images.cost import measure_images
 from lightning_gpuopt.telemetry.host import usable_cpus
 
-RATIO: Final = 3.0
-"""A step takes so many times what the loader needs for its batch at its best."""
-
-MIN_RUN_S: Final = 10.0
-"""Each run is at least so long: NVML's utilization is a mean over up to a second."""
-
+RATIO: Final = 3.0  # a step takes so many times what the loader needs for its batch at its best
+MIN_RUN_S: Final = 10.0  # each run is at least so long: NVML's utilization is a mean over up to a second
 WIDTHS: Final = (1, 2, 3, 4, 6, 8, 12, 16)
 BATCH_SIZES: Final = (32, 64, 128, 256)
-MIN_STEP_S: Final = 20e-3
-"""About ten times what the launches of a step's kernels take."""
-
+MIN_STEP_S: Final = 20e-3  # about ten times what the launches of a step's kernels take
 _STEPS: Final = 5
 
 

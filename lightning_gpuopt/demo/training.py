@@ -42,19 +42,13 @@ from lightning_gpuopt.images.normalize import IMAGENET_MEAN, IMAGENET_STD
 
 _NEVER: Final = 10**9
 
-CROP_SIZE = 128
-"""Height and width of what the network sees, in pixels."""
-
-MIN_SIDE: Final = 0.5
-"""Side of the smallest random crop, as a share of the image's shorter side."""
-
+CROP_SIZE = 128  # height and width of what the network sees, in pixels
+MIN_SIDE: Final = 0.5  # side of the smallest random crop, as a share of the image's shorter side
 CENTER: Final = 7 / 8
 """Side of the square that is validated, as a share of the shorter side: ``Resize(146)`` and ``CenterCrop(128)``."""
 
 _SHORT, _LONG = sorted(IMAGE_SIZE)
-CROP_SCALE: Final = (MIN_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)
-"""Those random crops as shares of the image's area."""
-
+CROP_SCALE: Final = (MIN_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)  # those random crops as shares of the image's area
 NORMALIZE: Final = (IMAGENET_MEAN, IMAGENET_STD)
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in NORMALIZE)
 

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Final
 
-_MAX_FILES: Final = 20_000
-"""Of a folder so many files are looked at: more take too long."""
+_MAX_FILES: Final = 20_000  # of a folder so many files are looked at: more take too long
 
 
 class DownloadWatch:

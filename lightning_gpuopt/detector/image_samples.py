@@ -19,9 +19,7 @@ from lightning_gpuopt.measurements.loading import ImageSamples
 log = logging.getLogger(__name__)
 
 _SUFFIXES: Final = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"})
-_MAX_DEPTH: Final = 16
-"""Datasets inside datasets."""
-
+_MAX_DEPTH: Final = 16  # datasets inside datasets
 _CHANNELS: Final = 3
 
 

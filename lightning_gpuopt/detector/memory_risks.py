@@ -21,11 +21,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 10.0
 _AT_FIRST_S: Final = 120.0
-_LOOK_AT_FIRST_S: Final = 2.0
-"""So much more often at first: what is used up fast ends a run before long."""
-
-_GROWN: Final = 64 << 20
-"""Bytes that the training process has grown by before it is looked at what grows in it."""
+_LOOK_AT_FIRST_S: Final = 2.0  # so much more often at first: what is used up fast ends a run before long
+_GROWN: Final = 64 << 20  # bytes that the training process has grown by before it is looked at what grows in it
 
 
 class MemoryRisks:

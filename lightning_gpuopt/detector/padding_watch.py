@@ -17,21 +17,12 @@ log = logging.getLogger(__name__)
 
 _MASKS: Final = ("attention_mask", "mask")
 _LENGTHS: Final = ("lengths", "length")
-_MAX_ELEMENTS: Final = 1 << 13
-"""Of a larger mask every n-th row is looked at."""
-
+_MAX_ELEMENTS: Final = 1 << 13  # of a larger mask every n-th row is looked at
 _MOSTLY: Final = 0.5
-_LOOKS: Final = 5
-"""Looks after which it ends where nothing was seen."""
-
-_CHECKED: Final = 8
-"""Rows of a mask, or of a padded tensor, that are looked at more closely."""
-
-_PROVE: Final = 8
-"""Padded entries, and entries of a row, below which nothing is concluded from their values."""
-
-_FEW: Final = 4
-"""Entries of a batch that are looked at."""
+_LOOKS: Final = 5  # looks after which it ends where nothing was seen
+_CHECKED: Final = 8  # rows of a mask, or of a padded tensor, that are looked at more closely
+_PROVE: Final = 8  # padded entries, and entries of a row, below which nothing is concluded from their values
+_FEW: Final = 4  # entries of a batch that are looked at
 
 
 class PaddingWatch:

@@ -15,8 +15,7 @@ from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, ReducerTimes
 from lightning_gpuopt.timeline.phases import Timeline
 
-SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")
-"""Strategies whose forward gathers parameters."""
+SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")  # strategies whose forward gathers parameters
 
 
 class RankWatch:

@@ -40,11 +40,8 @@ _SECRET: Final = re.compile(
 """What an option is called, at its end, whose value is shown to nobody."""
 
 _IN_URL: Final = re.compile(r"//[^/@\s]+:[^/@\s]+@")
-_LONGEST: Final = 200
-"""Characters of a word of the command: ``python -c`` has a whole script in one."""
-
-_LARGE_BYTES: Final = 16 << 20
-"""Bytes from which on a tensor or array in the hyperparameters is noted."""
+_LONGEST: Final = 200  # characters of a word of the command: ``python -c`` has a whole script in one
+_LARGE_BYTES: Final = 16 << 20  # bytes from which on a tensor or array in the hyperparameters is noted
 
 
 def report_of(

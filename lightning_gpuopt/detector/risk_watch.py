@@ -18,8 +18,7 @@ from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
 log = logging.getLogger(__name__)
 
-_GROWN: int = 8 << 20
-"""Bytes that a worker's private memory has grown by before the dataset is looked at."""
+_GROWN: int = 8 << 20  # bytes that a worker's private memory has grown by before the dataset is looked at
 
 
 _FIRST_COMPARED_S: float = 2.0

@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LOSSES: Final = 4
-"""Losses whose graphs are looked at: a GAN has two or three a step."""
-
+_LOSSES: Final = 4  # losses whose graphs are looked at: a GAN has two or three a step
 _MAX_NODES: Final = 5000
 _MAX_DEPTH: Final = 4
 _MIB: Final = 1024 * 1024

@@ -23,9 +23,7 @@ log = logging.getLogger(__name__)
 _EARLY: Final = (5, 10, 20, 40, 80, 160)
 """Steps after the warm-up at which it is looked for findings before a window ends: short runs have lines, too."""
 
-_WHILE_SAMPLING: Final = 4
-"""Steps after which it is asked whether samples are enough."""
-
+_WHILE_SAMPLING: Final = 4  # steps after which it is asked whether samples are enough
 _ENOUGH: Final = 200
 _TOO_FEW: Final = 20
 _MAX_S: Final = 30.0

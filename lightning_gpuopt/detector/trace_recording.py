@@ -13,8 +13,7 @@ from lightning_gpuopt.timeline.look import OURS, refuse_beside_another
 
 log = logging.getLogger(__name__)
 
-_STEPS: Final = 5
-"""Training batches that are recorded."""
+_STEPS: Final = 5  # training batches that are recorded
 
 
 class TraceRecording:

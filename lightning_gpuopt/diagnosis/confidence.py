@@ -16,8 +16,7 @@ _APART: Final = 0.1
 _SHORT_S: Final = 5.0
 _FEW_STEPS: Final = 30
 _VERY_FEW_STEPS: Final = 10
-_NOISY: Final = 0.15
-"""Standard error of a step's mean time by windows, as a share of it."""
+_NOISY: Final = 0.15  # standard error of a step's mean time by windows, as a share of it
 
 
 def confidence_of(cause: str, share: float, measurement: Measurement, threshold: float) -> Confidence:

@@ -13,15 +13,11 @@ from lightning_gpuopt.measurements.phases import GPU_WORK, WindowRecord
 
 _MIN_RECORDS: Final = 6
 _MIN_SLOW_RECORDS: Final = 3
-_MIN_GROWTH: Final = 0.1
-"""The last third takes longer than the first by this share."""
-
+_MIN_GROWTH: Final = 0.1  # the last third takes longer than the first by this share
 _OVER_NOISE: Final = 4.0
 """So many times the usual scatter, from record to record, lies between the first third and the last."""
 
-_BACK: Final = 0.25
-"""A record that has come back to this share of the growth, or less, ends what was slow before it."""
-
+_BACK: Final = 0.25  # a record that has come back to this share of the growth, or less, ends what was slow before it
 _BEGUN: Final = 0.1
 _SLOW_BEFORE: Final = 0.2
 """Where more of the records before the growth were slow as well, the steps come and go: a pattern, no growth."""

@@ -13,8 +13,7 @@ from lightning_gpuopt.measurements.loader_costs import LoaderCosts
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import StepTimes
 
-ENOUGH_STEPS: Final = 30
-"""Steps on either side below which a measured gain proves nothing."""
+ENOUGH_STEPS: Final = 30  # steps on either side below which a measured gain proves nothing
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from lightning_gpuopt.diagnosis.record import Change, Finding
 
 TOO_SHORT: Final = "training ended before a gain was proved"
 INTERRUPTED: Final = "the number of workers has changed meanwhile"
-COSTS_MORE: Final = "starting the workers takes longer than they save"
-"""Reasons for which a change is not kept."""
+COSTS_MORE: Final = "starting the workers takes longer than they save"  # reasons for which a change is not kept
 
 
 def without_refuted(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Finding]:

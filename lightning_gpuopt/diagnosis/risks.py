@@ -28,8 +28,7 @@ where as much has been used as is left, and twice as much as batches take."""
 _SHM_GROWN: Final = 8 * MIB
 _FILES_GROWN: Final = 32
 _FILES_FULL: Final = 0.9
-_FAR_S: Final = 24 * 3600.0
-"""What runs out later than in a day is not foreseen, where the end of the run is not known."""
+_FAR_S: Final = 24 * 3600.0  # what runs out later than in a day is not foreseen, where the end of the run is not known
 
 
 def risks_of(observed: RiskInputs) -> list[Risk]:

@@ -21,19 +21,14 @@ from lightning_gpuopt.diagnosis.what_if import (
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
 
-_BUCKET_BYTES: Final = 25 << 20
-"""DDP's default ``bucket_cap_mb``."""
-
-_BACKWARD: Final = 2 / 3
-"""Share of a step's own work that the backward pass takes, beside which gradients are reduced."""
-
+_BUCKET_BYTES: Final = 25 << 20  # DDP's default ``bucket_cap_mb``
+_BACKWARD: Final = 2 / 3  # share of a step's own work that the backward pass takes, beside which gradients are reduced
 _STEP_OVERHEAD_S: Final[Interval] = (1e-4, 4e-4, 1e-3)
 """What DDP's hooks, Lightning's broadcast before each step, and the wait for the slowest rank take of a step."""
 
 _AS_IT_IS: Final = WhatIf()
 
-_COUNTS: Final = 0.05
-"""From this share of a step's own work on the reduction is what limits it."""
+_COUNTS: Final = 0.05  # from this share of a step's own work on the reduction is what limits it
 
 
 @dataclass(frozen=True)

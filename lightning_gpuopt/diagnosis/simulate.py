@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 _BATCHES: Final = 4000
-_BEGINNING: Final = 0.2
-"""Share of the batches in which the queues fill, and which is not counted."""
+_BEGINNING: Final = 0.2  # share of the batches in which the queues fill, and which is not counted
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from typing import Final
 
-_MOST_POINTS: Final = 60
-"""Points that are looked at, evenly spread: the slopes between all pairs are compared."""
-
+_MOST_POINTS: Final = 60  # points that are looked at, evenly spread: the slopes between all pairs are compared
 _STILL: Final = 0.25
 """The last third grows at least by this share of what the one before it grew by; less is coming to rest."""
 
-_ONE_STEP: Final = 0.4
-"""A step that makes up more of the whole growth was a single event."""
-
-_OFTEN: Final = 0.3
-"""Share of the readings that must have grown."""
+_ONE_STEP: Final = 0.4  # a step that makes up more of the whole growth was a single event
+_OFTEN: Final = 0.3  # share of the readings that must have grown
 
 
 @dataclass(frozen=True)

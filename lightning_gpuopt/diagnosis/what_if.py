@@ -12,21 +12,13 @@ from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
 
 Limit = Literal["step", "workers", "cpus", "handing_over", "order", "training_process"]
 
-_OWN_WORK: Final = 1.05
-"""A step that takes no more than this over its own work is limited by that."""
-
-_IN_USE: Final = 0.9
-"""Workers, or CPUs, of whose time this share is used are the limit."""
-
-_EXPLAINS: Final = 0.1
-"""What is simulated of the run as it was may be off by so much before it is said."""
+_OWN_WORK: Final = 1.05  # a step that takes no more than this over its own work is limited by that
+_IN_USE: Final = 0.9  # workers, or CPUs, of whose time this share is used are the limit
+_EXPLAINS: Final = 0.1  # what is simulated of the run as it was may be off by so much before it is said
 
 
-_MIN_CPUS: Final = 0.1
-"""CPUs that the run gets at worst where others were measured to use all."""
-
-_FEW: Final = 30
-"""Batches below which it is said that there were few."""
+_MIN_CPUS: Final = 0.1  # CPUs that the run gets at worst where others were measured to use all
+_FEW: Final = 30  # batches below which it is said that there were few
 
 
 class CannotSayError(ValueError):

@@ -8,8 +8,7 @@ from typing import Final
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.waterfall import covers
 
-_APART: Final = 0.1
-"""Shares of idle time that differ by more are worth a note."""
+_APART: Final = 0.1  # shares of idle time that differ by more are worth a note
 
 
 def idle_shares(measurement: Measurement) -> dict[str, float]:

@@ -14,15 +14,9 @@ from lightning_gpuopt.diagnosis.steady_growth import SteadyGrowth, steady_growth
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import CopiedObject, RiskInputs, WorkerMemory
 
-_SEEN: Final = 8 * MIB
-"""A worker has grown by at least so much."""
-
-_MUCH: Final = 64 * MIB
-"""What each worker will have taken in all; less matters where it is a share of the limit."""
-
-_SHARE: Final = 0.05
-"""Of the limit, over all workers."""
-
+_SEEN: Final = 8 * MIB  # a worker has grown by at least so much
+_MUCH: Final = 64 * MIB  # what each worker will have taken in all; less matters where it is a share of the limit
+_SHARE: Final = 0.05  # of the limit, over all workers
 _EVEN: Final = 0.6
 """Growth that is no copy is reported where it is as even as this: allocators come to rest, and caches fill up."""
 
@@ -31,9 +25,7 @@ _FEW: Final = 4
 """In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left, or
 where it keeps something of each sample, and they have grown by much already."""
 
-_EACH: Final = 0.9
-"""Entries for each sample: nothing is found in it that was read before."""
-
+_EACH: Final = 0.9  # entries for each sample: nothing is found in it that was read before
 _EXPLAINED: Final = (0.25, 1.5)
 """What a worker has copied, as a share of the objects that it is put down to; their size is an estimate."""
 

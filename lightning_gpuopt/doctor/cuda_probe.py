@@ -21,9 +21,7 @@ from lightning_gpuopt.telemetry.health import HealthQuestion
 
 _BYTES: Final = 64 << 20
 _COPIES: Final = 5
-_BUDGET_S: Final = 4.0
-"""No further device's copies are measured after so long."""
-
+_BUDGET_S: Final = 4.0  # no further device's copies are measured after so long
 _LINK: Final = frozenset({"pcie_generation", "pcie_lanes"})
 _LINK_TIMEOUT_S: Final = 1.0
 

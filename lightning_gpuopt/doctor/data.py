@@ -29,18 +29,12 @@ __all__ = ["data_facts"]
 _MIB: Final = 1024 * 1024
 
 _MAX_LISTED: Final = 200_000
-_LIST_S: Final = 3.0
-"""A larger folder, or a slow file system, is known by the files listed until then."""
-
+_LIST_S: Final = 3.0  # a larger folder, or a slow file system, is known by the files listed until then
 _MAX_SAMPLES: Final = 2048
 _MAX_BYTES: Final = 192 * _MIB
-_MAX_SAMPLE_BYTES: Final = 16 * _MIB
-"""A larger file is no sample of a batch."""
-
+_MAX_SAMPLE_BYTES: Final = 16 * _MIB  # a larger file is no sample of a batch
 _COLLECT_S: Final = 5.0
-_READ_S: Final = 2.0
-"""No further batch is read after so long."""
-
+_READ_S: Final = 2.0  # no further batch is read after so long
 _BATCH: Final = 32
 
 _PART_READ: Final = 4
@@ -52,8 +46,7 @@ _MIN_SAMPLES: Final = 8
 
 _UPPER_KIB: Final = (4, 16, 64, 128, 512, 2048)
 
-_Read = Callable[[Sequence[int]], int]
-"""Reads the samples of a batch; gives their bytes."""
+_Read = Callable[[Sequence[int]], int]  # reads the samples of a batch; gives their bytes
 
 
 def data_facts(path: str, clock: Callable[[], float] = time.perf_counter) -> DataFacts:

@@ -20,12 +20,9 @@ from lightning_gpuopt.utils.bounded import NoAnswerError, within
 __all__ = ["examine"]
 
 _NVML_S: Final = 3.0
-_CUDA_S: Final = 15.0
-"""A machine of eight GPUs without persistence mode takes 5 s or so to start CUDA."""
-
+_CUDA_S: Final = 15.0  # a machine of eight GPUs without persistence mode takes 5 s or so to start CUDA
 _PATH_S: Final = 5.0
-_DATA_S: Final = 60.0
-"""A file system that has not answered by then: half of it is what a slow one needs."""
+_DATA_S: Final = 60.0  # a file system that has not answered by then: half of it is what a slow one needs
 
 
 def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list[Check]:

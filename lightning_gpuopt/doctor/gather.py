@@ -25,16 +25,10 @@ from lightning_gpuopt.telemetry.process import entries
 __all__ = ["CudaProbe", "free_cpus", "host_facts", "memory_rates", "torch_facts", "versions_of"]
 
 _MIB: Final = 1024 * 1024
-_COPIED: Final = 256 * _MIB
-"""Larger than the caches of a socket, but for a few of the largest."""
-
+_COPIED: Final = 256 * _MIB  # larger than the caches of a socket, but for a few of the largest
 _COPIES: Final = 3
-_COPIES_S: Final = 0.25
-"""No further copy is made after so long."""
-
-_MEMORY_LEFT_MIB: Final = 2048.0
-"""With less memory available nothing is copied."""
-
+_COPIES_S: Final = 0.25  # no further copy is made after so long
+_MEMORY_LEFT_MIB: Final = 2048.0  # with less memory available nothing is copied
 _IDLE_OVER_S: Final = 0.5
 _PROBE: Final = (sys.executable, "-m", "lightning_gpuopt.doctor.cuda_probe")
 

@@ -17,11 +17,8 @@ _LANE_GB_S: Final = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _SLOW_COPIES: Final = 0.5
 """Pinned copies that reach less than this share of their link are worth a look; 80 to 90 % is usual."""
 
-_LOWER_LIMIT: Final = 0.95
-"""A power limit below this share of the board's default is somebody's setting."""
-
-_OTHERS_PERCENT: Final = 10.0
-"""Memory or time of a GPU that another program holds."""
+_LOWER_LIMIT: Final = 0.95  # a power limit below this share of the board's default is somebody's setting
+_OTHERS_PERCENT: Final = 10.0  # memory or time of a GPU that another program holds
 
 
 def link_gb_s(generation: float, lanes: float) -> float | None:

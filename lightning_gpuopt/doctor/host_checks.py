@@ -14,12 +14,8 @@ from lightning_gpuopt.tuning.caps import files_wanted
 
 __all__ = ["host_checks"]
 
-_CPUS_A_GPU: Final = 2.0
-"""One for the training process and one for a worker, at least."""
-
-_BUSY_SHARE: Final = 0.5
-"""Where less than this share of the CPUs is idle, others use them."""
-
+_CPUS_A_GPU: Final = 2.0  # one for the training process and one for a worker, at least
+_BUSY_SHARE: Final = 0.5  # where less than this share of the CPUs is idle, others use them
 _THROTTLED_PERCENT: Final = 5.0
 
 _MIN_SHM_MIB: Final = 1024

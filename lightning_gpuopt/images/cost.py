@@ -22,18 +22,11 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_IMAGES: Final = 16
-"""Images measured; their medians vary by a few percent."""
-
-_PILS_SHARE: Final = 0.5
-"""Of the budget: what PIL has decoded by then, the fast decoder decodes in less than the rest."""
-
+MAX_IMAGES: Final = 16  # images measured; their medians vary by a few percent
+_PILS_SHARE: Final = 0.5  # of the budget: what PIL has decoded by then, the fast decoder decodes in less than the rest
 _CROP_SIZE: Final = 224
-_QUALITY: Final = 90
-"""Of the JPEGs that were made smaller, as ``build_lmdb`` makes them."""
-
-_MAX_PIXELS: Final = 40_000_000
-"""A larger image alone would take about as long as all of it may take; it is skipped."""
+_QUALITY: Final = 90  # of the JPEGs that were made smaller, as ``build_lmdb`` makes them
+_MAX_PIXELS: Final = 40_000_000  # a larger image alone would take about as long as all of it may take; it is skipped
 
 
 @dataclass(frozen=True, slots=True)

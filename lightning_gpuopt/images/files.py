@@ -235,8 +235,7 @@ def _warn_of_others(found: ImageFiles) -> None:
 
 # --- listing -----------------------------------------------------------------------------------------------------
 
-_Identity: TypeAlias = tuple[int, int]
-"""Of a folder, however it is reached: device and inode."""
+_Identity: TypeAlias = tuple[int, int]  # of a folder, however it is reached: device and inode
 
 
 @dataclass

@@ -11,9 +11,7 @@ import numpy as np
 import simplejpeg
 
 MAGIC: Final = b"\xff\xd8\xff"
-ORIENTATION: Final = 0x0112
-"""EXIF's tag."""
-
+ORIENTATION: Final = 0x0112  # EXIF's tag
 UNSURE: Final = (ValueError, KeyError)
 """What simplejpeg raises of files that it does not know, or finds damaged: PIL decides."""
 

@@ -11,8 +11,7 @@ import torch
 
 from lightning_gpuopt.utils.arguments import real_number, refuse
 
-Path: TypeAlias = tuple[int | str, ...]
-"""Where something lies in a batch: indices and keys from the outside in."""
+Path: TypeAlias = tuple[int | str, ...]  # where something lies in a batch: indices and keys from the outside in
 
 
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)

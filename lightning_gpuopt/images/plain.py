@@ -16,8 +16,7 @@ _PNG_CHUNKS: Final = frozenset(
 )
 """Chunks that change no pixel for any decoder: not APNG's, of which decoders show other frames, nor EXIF's."""
 
-_PNG_METADATA: Final = re.compile(b"(?i)exif|xmp|raw profile")
-"""In the keyword of a text which may turn the image."""
+_PNG_METADATA: Final = re.compile(b"(?i)exif|xmp|raw profile")  # in the keyword of a text which may turn the image
 _KEYWORD: Final = 79  # bytes at most
 
 _PLAIN_BMP: Final = re.compile(rb"BM.{12}[\x28\x34\x38\x6c\x7c]\0\0\0.{8}\x01\0\x18\0\0\0\0\0", re.DOTALL)

@@ -10,8 +10,7 @@ from PIL import Image, ImageOps
 
 from lightning_gpuopt.images import jpeg
 
-_BITS, _SAMPLE_FORMAT = 258, 339
-"""TIFF's tags (TIFF 6.0, sections 4 and 19)."""
+_BITS, _SAMPLE_FORMAT = 258, 339  # TIFF's tags (TIFF 6.0, sections 4 and 19)
 _SIGNED: Final = 2
 
 

@@ -9,8 +9,7 @@ from typing import Final
 
 _MAX_NAMED: Final = 3
 _WORTH_NAMING: Final = 0.05
-INSTALLED: Final = ("site-packages", "dist-packages")
-"""Folders of installed packages."""
+INSTALLED: Final = ("site-packages", "dist-packages")  # folders of installed packages
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,30 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
-STARTS: Final = "starts"
-"""A worker starts, until its first batch is asked for."""
-
-WAITS: Final = "waits"
-"""A worker waits for work."""
-
-READS: Final = "reads"
-"""A worker, or a rank without workers, reads samples."""
-
-COLLATES: Final = "collates"
-"""A worker makes a batch of its samples, or hands it over."""
-
-SETS_UP: Final = "set-up"
-"""A rank does something outside of its batches: it begins, starts an epoch, ends."""
-
-TRAINS: Final = "train"
-"""A rank is in a training batch, or fetches one."""
-
-VALIDATES: Final = "validation"
-"""A rank is in an evaluation batch, or fetches one."""
-
-SAVES: Final = "save"
-"""A rank saves a checkpoint."""
-
+STARTS: Final = "starts"  # a worker starts, until its first batch is asked for
+WAITS: Final = "waits"  # a worker waits for work
+READS: Final = "reads"  # a worker, or a rank without workers, reads samples
+COLLATES: Final = "collates"  # a worker makes a batch of its samples, or hands it over
+SETS_UP: Final = "set-up"  # a rank does something outside of its batches: it begins, starts an epoch, ends
+TRAINS: Final = "train"  # a rank is in a training batch, or fetches one
+VALIDATES: Final = "validation"  # a rank is in an evaluation batch, or fetches one
+SAVES: Final = "save"  # a rank saves a checkpoint
 OUTSIDE_OF_FIT: Final = "-outside"
 """At the end of a run's name: it is no more than an exception that has ended a process outside of ``fit``."""
 

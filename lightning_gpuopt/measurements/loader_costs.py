@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Interval = tuple[float, float, float]
-"""A figure and its uncertainty: (low, mid, high)."""
+Interval = tuple[float, float, float]  # a figure and its uncertainty: (low, mid, high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,9 @@ from typing import Final
 
 from lightning_gpuopt.measurements.loader_costs import Interval
 
-HEADROOM_LEFT: Final = 0.03
-"""Share of the step below which waiting does not count."""
-
+HEADROOM_LEFT: Final = 0.03  # share of the step below which waiting does not count
 _MAX_PREFETCH: Final = 16
-_MAX_USED: Final = 0.9
-"""Highest planned utilization of the workers."""
-
+_MAX_USED: Final = 0.9  # highest planned utilization of the workers
 _MAX_WORKERS: Final = 32
 _MAX_WORKERS_PER_CPU: Final = 8
 
@@ -36,11 +32,8 @@ _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
 _COPY_BYTES_PER_S: Final = 2e9
 """A batch passes through shared memory once; touching fresh pages runs at about this rate."""
 
-STEP_SPREAD: Final = 0.04
-"""Relative difference of the step time between runs of the same work."""
-
-MIN_SPREAD: Final = 0.08
-"""Least relative uncertainty, to either side, of a prediction for workers on a shared machine."""
+STEP_SPREAD: Final = 0.04  # relative difference of the step time between runs of the same work
+MIN_SPREAD: Final = 0.08  # least relative uncertainty, to either side, of a prediction for workers on a shared machine
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,7 @@ PHASES: Final = (
     "other",
 )
 
-BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")
-"""Phases that are no part of a training step."""
-
+BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")  # phases that are no part of a training step
 SIGNAL_BROADCAST: Final = "signal_broadcast"
 """Lightning's broadcast before each step under several ranks: whether a signal told it to stop."""
 
@@ -33,12 +31,8 @@ FIRST_FETCH: Final = "first_fetch"
 GARBAGE_COLLECTION: Final = "garbage_collection"
 """Python's collector at work on the training thread, which does nothing else meanwhile."""
 
-RECOMPILATION: Final = "recompilation"
-"""torch.compile at work, which the training thread waits for."""
-
-GPU_WORK: Final = "gpu_work"
-"""The part of a window in which the GPU ran the steps' own work."""
-
+RECOMPILATION: Final = "recompilation"  # torch.compile at work, which the training thread waits for
+GPU_WORK: Final = "gpu_work"  # the part of a window in which the GPU ran the steps' own work
 STEP_HOOKS: Final = frozenset(
     {
         "on_train_batch_start",

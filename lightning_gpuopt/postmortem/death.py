@@ -15,18 +15,12 @@ from lightning_gpuopt.postmortem.stacks import crashed_thread, own_frame
 PLAIN: Final = 0
 """It has a reason of its own: an exception, a signal that faulthandler or the parent named, an exit code."""
 
-SILENT: Final = 1
-"""The process vanished without a word."""
-
+SILENT: Final = 1  # the process vanished without a word
 ECHO: Final = 2
 """An exception that another process's end causes: a lost connection, a time-out of a collective, SIGTERM."""
 
-WRITES_EVERY_S: Final = 0.5
-"""A process that is alive has written within this time."""
-
-SOON_S: Final = 30.0
-"""A worker's death is what ended its rank if that ended so soon after it."""
-
+WRITES_EVERY_S: Final = 0.5  # a process that is alive has written within this time
+SOON_S: Final = 30.0  # a worker's death is what ended its rank if that ended so soon after it
 GRACE_S: Final = 60.0
 """A process that was told to end is killed at last: so long after the signal it is still the signal that ended it."""
 

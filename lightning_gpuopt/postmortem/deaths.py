@@ -29,8 +29,7 @@ from lightning_gpuopt.postmortem.record import Process
 from lightning_gpuopt.postmortem.stacks import crash_signal
 from lightning_gpuopt.postmortem.worker_deaths import dead_workers, ended_rank, worker_error
 
-_TEARDOWN_S: Final = 2.0
-"""What ends a process so soon after an exception may be how it comes to its end."""
+_TEARDOWN_S: Final = 2.0  # what ends a process so soon after an exception may be how it comes to its end
 
 
 def deaths_of(

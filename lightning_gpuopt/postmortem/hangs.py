@@ -13,9 +13,7 @@ from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of
 from lightning_gpuopt.postmortem.wording import clock, key, name_of
 from lightning_gpuopt.postmortem.wording import ranks as ranks_in_words
 
-_NO_CPU_S: Final = 0.5
-"""A worker that has used less CPU than this since its start has read nothing."""
-
+_NO_CPU_S: Final = 0.5  # a worker that has used less CPU than this since its start has read nothing
 _LOCKS: Final = ("/threading.py", "/multiprocessing/synchronize.py", "/logging/__init__.py")
 
 

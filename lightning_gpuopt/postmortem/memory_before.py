@@ -14,9 +14,7 @@ _READ_EVERY_S: Final = 1.0
 """A reading this long after the end may still be from before it: it is rounded to when it was read."""
 
 _NEAR_LIMIT: Final = 0.9
-_LITTLE_AVAILABLE: Final = 512 * 2**20
-"""Bytes available on the machine below which the kernel may end a process."""
-
+_LITTLE_AVAILABLE: Final = 512 * 2**20  # bytes available on the machine below which the kernel may end a process
 _LITTLE_SHM: Final = 8 * 2**20
 _LITTLE_SHM_SHARE: Final = 0.05
 _GROWN: Final = 32 * 2**20

@@ -11,9 +11,7 @@ from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt.utils.whole_file import write_whole
 
-FILE: Final = "post-mortem.json"
-"""Its name in a report's folder."""
-
+FILE: Final = "post-mortem.json"  # its name in a report's folder
 Ended = Literal[
     "ok",
     "exception",

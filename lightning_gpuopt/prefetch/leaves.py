@@ -11,8 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-_DEPTH: Final = 4
-"""Levels of objects within objects in which tensors are looked for."""
+_DEPTH: Final = 4  # levels of objects within objects in which tensors are looked for
 
 
 class Movable(ABC):  # noqa: B024
@@ -23,9 +22,7 @@ class Movable(ABC):  # noqa: B024
         return callable(getattr(subclass, "to", None)) if cls is Movable else NotImplemented
 
 
-MOVABLE: Final = (torch.Tensor, Movable)
-"""Tensors first: they are found without asking the class."""
-
+MOVABLE: Final = (torch.Tensor, Movable)  # tensors first: they are found without asking the class
 _DTYPES: Final = frozenset(
     value for value in vars(torch).values() if isinstance(value, torch.dtype) and not value.is_complex
 ) - {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}

@@ -8,8 +8,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-_SEEDED: Final = 624
-"""The position in a Mersenne Twister's key right after it was seeded."""
+_SEEDED: Final = 624  # the position in a Mersenne Twister's key right after it was seeded
 
 
 class RandomStates:

@@ -13,8 +13,7 @@ from typing_extensions import override
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.utils.cuda_events import new_event
 
-_MAX_UNREAD: Final = 256
-"""Copies whose times were not read yet; beyond that the oldest are forgotten."""
+_MAX_UNREAD: Final = 256  # copies whose times were not read yet; beyond that the oldest are forgotten
 
 
 class NoEvent:

@@ -15,9 +15,7 @@ from lightning_gpuopt.prefetch.leaves import MOVABLE, Found, is_dense, is_plain,
 from lightning_gpuopt.prefetch.ring import DestinationRing, DestinationSet
 from lightning_gpuopt.prefetch.stream import CopyEvents, CopyTimes, Streams
 
-_TRIALS: Final = 4
-"""Batches on which each of two ways is timed; the first is a warm-up."""
-
+_TRIALS: Final = 4  # batches on which each of two ways is timed; the first is a warm-up
 _nbytes: Final = operator.attrgetter("nbytes")
 
 

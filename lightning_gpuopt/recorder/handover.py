@@ -15,9 +15,7 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-VARIABLE: Final = "LIGHTNING_GPUOPT_RECORDER"
-"""The environment variable that the watching command sets."""
-
+VARIABLE: Final = "LIGHTNING_GPUOPT_RECORDER"  # the environment variable that the watching command sets
 _TIMEOUT_S: Final = 2.0
 _BACKLOG: Final = 128
 _CREDENTIALS: Final = struct.Struct("3i")

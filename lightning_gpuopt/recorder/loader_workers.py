@@ -26,15 +26,11 @@ from lightning_gpuopt.recorder.worker import WorkerStart
 
 log = logging.getLogger(__name__)
 
-_RESERVED: Final = 32
-"""Rings kept for a training loader: as many workers may be added to it while it runs."""
-
+_RESERVED: Final = 32  # rings kept for a training loader: as many workers may be added to it while it runs
 _DEATH_POLLS: Final = 100
 _DEATH_POLL_S: Final = 0.025
 
-_BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}
-"""How a loader ends a worker that does not end by itself."""
-
+_BY_ITS_LOADER: Final = {"signal": int(signal.SIGTERM)}  # how a loader ends a worker that does not end by itself
 _MOST_KEPT: Final = 64
 _BY_ITSELF: Final = {"code": 0}
 _DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>\d+(?:, ?\d+)*)\)")

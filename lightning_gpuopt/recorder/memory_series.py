@@ -20,13 +20,10 @@ from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 
-_KEPT: Final = 600
-"""Readings kept of each process; beyond it every second one goes, and they are taken half as often."""
-
+_KEPT: Final = 600  # readings kept of each process; beyond it every second one goes, and they are taken half as often
 _LESS_SHM: Final = 8 << 20
 _MORE_FILES: Final = 32
-_MANY_FILES: Final = 4096
-"""To count more of them takes a millisecond: that is left to the readings."""
+_MANY_FILES: Final = 4096  # to count more of them takes a millisecond: that is left to the readings
 
 
 class PrivateMemory(NamedTuple):

@@ -19,8 +19,7 @@ from lightning_gpuopt.utils.bounded import NoAnswerError, within
 
 log = logging.getLogger(__name__)
 
-MAX_WAIT_S: Final = 10.0
-"""A ``fit`` is held up no longer at its beginning, and at its end, whatever a file system does."""
+MAX_WAIT_S: Final = 10.0  # a ``fit`` is held up no longer at its beginning, and at its end, whatever a file system does
 
 
 class RankFiles:

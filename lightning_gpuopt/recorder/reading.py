@@ -31,9 +31,7 @@ _HAS_INDEX: Final = AT["has_index"]
 _SAMPLES: Final = AT["samples"]
 _BATCHES: Final = AT["batches_read"]
 _INDEX: Final = AT["index"]
-_SLOW_NS: Final = 30_000
-"""A sample that takes so long is worth the tenth of a microsecond that its note takes."""
-
+_SLOW_NS: Final = 30_000  # a sample that takes so long is worth the tenth of a microsecond that its note takes
 _PLAIN_BATCHES: Final = frozenset((list, tuple, range, np.ndarray, torch.Tensor))
 """Keys of a batch that can be gone through as often as one likes. An iterator is used up by it."""
 

@@ -35,9 +35,7 @@ TOTAL_BYTES: Final = RANK_BYTES + MAX_WORKERS * WORKER_BYTES
 """1 MiB, and so is a file of them. Memory that is not written to takes none."""
 
 HEADER_BYTES: Final = 8192
-WORKER_HEADER_BYTES: Final = 4096
-"""A worker has no ``slots``."""
-
+WORKER_HEADER_BYTES: Final = 4096  # a worker has no ``slots``
 _MAGIC: Final = b"GPUOPT02"
 
 _NUMBERS: Final = (
@@ -46,9 +44,7 @@ _NUMBERS: Final = (
     *("has_index", "index", "batches_read", "samples", "fork", "cpu_ns", "turn", "stack_signal", "logged", "asked"),
     *("slot", "caught", "hang_ns", "keeps_per_mille"),
 )
-AT: Final = {name: at for at, name in enumerate(_NUMBERS)}
-"""Where a number is among a ring's numbers."""
-
+AT: Final = {name: at for at, name in enumerate(_NUMBERS)}  # where a number is among a ring's numbers
 _WORDS: Final[dict[str, tuple[int, int]]] = {
     "reads": (256, 512),
     "memory": (768, 192),
@@ -65,14 +61,10 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
 }
 """Where a word begins, and how many bytes it may have."""
 
-NOT_KNOWN, NOT_CAUGHT, CAUGHT = range(3)
-"""What became of the exception that ended ``fit``."""
-
+NOT_KNOWN, NOT_CAUGHT, CAUGHT = range(3)  # what became of the exception that ended ``fit``
 DOING: Final[tuple[Doing, ...]] = (STARTS, WAITS, READS, COLLATES, SETS_UP, TRAINS, VALIDATES, SAVES)
 ENDED: Final = ("", "ok", "exception")
-NO_INDEX, NUMBER, KEY = range(3)
-"""What a ring's index is: none, a number, or a word that is cut where it is long."""
-
+NO_INDEX, NUMBER, KEY = range(3)  # what a ring's index is: none, a number, or a word that is cut where it is long
 _MAX_INDEX: Final = 2**63 - 1
 
 

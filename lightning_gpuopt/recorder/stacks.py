@@ -32,15 +32,11 @@ _ANSWER_S: Final = 3.0
 _STOPPED_S: Final = 3.0
 """A process that runs has beaten within this time: its ring is written to its file once a second."""
 
-_AT_ONCE: Final = 16
-"""Training processes that are asked by signal at a time; each may take three seconds."""
-
+_AT_ONCE: Final = 16  # training processes that are asked by signal at a time; each may take three seconds
 _BEGIN: Final = "Stacks of process "
 _END: Final = "End of stacks\n"
 _MAX_FRAMES: Final = 100
-_QUIET_POLLS: Final = 4
-"""Polls without growth after which stacks count as written."""
-
+_QUIET_POLLS: Final = 4  # polls without growth after which stacks count as written
 _MAX_BYTES: Final = 4 << 20
 _FATAL: Final = b"Fatal Python error: "
 

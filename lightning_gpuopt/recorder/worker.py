@@ -33,12 +33,8 @@ from lightning_gpuopt.utils.replacement import hide_us
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 0.25
-_FIRST_BEATS_S: Final = (0.01, 0.02, 0.04, 0.08)
-"""What ends a worker often does so at its first sample."""
-
-_LOOK_EVERY: Final = 4
-"""Beats between two looks at the memory of the process."""
-
+_FIRST_BEATS_S: Final = (0.01, 0.02, 0.04, 0.08)  # what ends a worker often does so at its first sample
+_LOOK_EVERY: Final = 4  # beats between two looks at the memory of the process
 _GROWN: Final = 8 << 20
 _NEW_FAULTS: Final = 1024
 """Page faults, of 4 KiB or more each, after which it is looked at what grows; or so many bytes that are resident."""
@@ -50,11 +46,8 @@ _LATER_S: Final = 5.0
 _MUCH: Final = 64 << 20
 
 _COST_AT_FIRST: Final = 100
-_COST: Final = 1000
-"""A look takes one part in so many of a core: to read private memory of 2 GiB takes some 55 ms."""
-
-_MAX_AT_START: Final = 4 << 30
-"""Of a process that has more resident memory, private memory is not read as it starts."""
+_COST: Final = 1000  # a look takes one part in so many of a core: to read private memory of 2 GiB takes some 55 ms
+_MAX_AT_START: Final = 4 << 30  # of a process that has more resident memory, private memory is not read as it starts
 
 
 @dataclass

@@ -95,9 +95,7 @@ def encode(sample: Any) -> Encoded:
     return encoded
 
 
-_readable: Final[set[bytes]] = set()
-"""Digests of structures, and of their kinds, of which a sample was read back."""
-
+_readable: Final[set[bytes]] = set()  # digests of structures, and of their kinds, of which a sample was read back
 _MOST_READABLE: Final = 1 << 14
 
 
@@ -311,9 +309,7 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
 
 
 _NUMBER: Final = 11
-_STRUCTURE: Final = 19
-"""Where these are in a value of fewer than 16 parts."""
-
+_STRUCTURE: Final = 19  # where these are in a value of fewer than 16 parts
 _latest: tuple[bytes, bytes, tuple[list[_Leaf | _Mode], _Assemble]] = (b"\0", b"", ([], tuple))
 """Of the sample read last: what its value begins with, its structure with the head, and what that makes of it.
 

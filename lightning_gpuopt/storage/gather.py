@@ -33,12 +33,8 @@ Columns = Sequence[torch.Tensor]
 _PLACES: Final = 1 << 20
 """The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
 
-_COPIED: Final = 4 << 20
-"""Batches of up to so many bytes are copied out of maps, if the last one came from memory."""
-
-_MAPPED: Final = 1024
-"""Shards of which the files are mapped in one stretch, at most."""
-
+_COPIED: Final = 4 << 20  # batches of up to so many bytes are copied out of maps, if the last one came from memory
+_MAPPED: Final = 1024  # shards of which the files are mapped in one stretch, at most
 _FEW: Final = 8  # files that are as quickly looked at as told apart
 _PART: Final = 256  # bytes from which on a part is read to its place; copying smaller ones is faster
 _MOST_PARTS: Final = 256  # that are read to their places: one call takes 1,024 pieces

@@ -25,11 +25,8 @@ from lightning_gpuopt.storage.value import bytes_at, head_fields
 TARGETS: Final = ("label", "cls", "target", "labels", "targets")
 """Keys of dicts under which labels are looked for; in tuples and lists it is the second part."""
 
-_SAMPLE_BYTES: Final = 16
-"""Columns take at most so many bytes a sample."""
-
-_Column = tuple[int | str, bool]
-"""Index or key of a part, and whether it is a bool."""
+_SAMPLE_BYTES: Final = 16  # columns take at most so many bytes a sample
+_Column = tuple[int | str, bool]  # index or key of a part, and whether it is a bool
 
 
 class _Number(NamedTuple):

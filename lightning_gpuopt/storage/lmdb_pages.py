@@ -15,9 +15,7 @@ _META: Final = struct.Struct("<16x II 16x I44x 40xQ 8x Q")
 
 _MAGIC: Final = 0xBEEFC0DE
 _FORMAT: Final = 1
-_PAGE: Final = struct.Struct("<10xHH2x")
-"""Flags, and where the list of nodes ends."""
-
+_PAGE: Final = struct.Struct("<10xHH2x")  # flags, and where the list of nodes ends
 _NODE: Final = struct.Struct("<HHHH")
 """Low and high half of the value's size (or of a page's number), flags, size of the key."""
 

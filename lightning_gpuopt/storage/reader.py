@@ -33,11 +33,8 @@ from lightning_gpuopt.utils.arguments import choice, flag, refuse
 _DECODERS: Final[dict[str, codec.ImageDecoder | None]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": None}
 _AHEAD: Final = 4096  # samples asked for at once, at most: they must stay in memory until they are read
 
-_FEW_SHARDS: Final = 8
-"""Up to so many a batch's samples share looks at their files, which it then holds open."""
-
-_Part = list[Any] | np.ndarray[Any, Any]
-"""A shard's part of a column."""
+_FEW_SHARDS: Final = 8  # up to so many a batch's samples share looks at their files, which it then holds open
+_Part = list[Any] | np.ndarray[Any, Any]  # a shard's part of a column
 
 
 class LMDBDataset(Dataset[Any]):

@@ -35,12 +35,8 @@ from lightning_gpuopt.storage.value import check, parse, sample_number
 MAX_OPEN: Final = 1024
 """Shards of which a process has the files open at once, at most; fewer where few open files are allowed."""
 
-LARGE: Final = 64 << 10
-"""Values of so many bytes and more are read, and not copied out of a map."""
-
-_DESCRIPTORS: Final = 4
-"""Of a shard: its file, a large record table, and before Python 3.13 a map of each."""
-
+LARGE: Final = 64 << 10  # values of so many bytes and more are read, and not copied out of a map
+_DESCRIPTORS: Final = 4  # of a shard: its file, a large record table, and before Python 3.13 a map of each
 TABLE_IN_MEMORY: Final = 1 << 20
 """A shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped."""
 

@@ -15,9 +15,7 @@ import xxhash
 
 from lightning_gpuopt.storage.errors import DamagedError
 
-MAX_VALUE_BYTES: Final = 0xFFFFFFFF
-"""LMDB's limit for a value."""
-
+MAX_VALUE_BYTES: Final = 0xFFFFFFFF  # LMDB's limit for a value
 _SHARD_BITS: Final = 40
 _STAMP_HEAD: Final = b"\xc4\x10"  # msgpack: 16 bytes follow
 _STAMP_MARK: Final = 0xC410

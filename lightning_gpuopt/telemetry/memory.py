@@ -18,8 +18,7 @@ from lightning_gpuopt.telemetry.process import entries
 
 _V2: Final = ("memory.max", "memory.current", "memory.peak", "inactive_file")
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "total_inactive_file")
-_NO_LIMIT: Final = 1 << 60
-"""cgroup v1 has a number of this size where there is no limit."""
+_NO_LIMIT: Final = 1 << 60  # cgroup v1 has a number of this size where there is no limit
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,8 @@ from typing import Final
 
 _READ_EVERY_S: Final = 5.0
 
-_COST: Final = 20
-"""A reading takes at most one part in so many of the time: of a worker of 2 GiB it takes some 55 ms."""
-
-_FIRST_S: Final = 1.0
-"""So long the first reading is waited for, by who has to decide with it."""
+_COST: Final = 20  # a reading takes at most one part in so many of the time: of a worker of 2 GiB it takes some 55 ms
+_FIRST_S: Final = 1.0  # so long the first reading is waited for, by who has to decide with it
 
 
 class MemoryWatch:

@@ -35,9 +35,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_UNDECIDED_S = 3.0
-"""How long the list of a device's absent metrics waits for the slower ones to show what they can do."""
-
+_UNDECIDED_S = 3.0  # how long the list of a device's absent metrics waits for the slower ones to show what they can do
 _LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
 _NEVER = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,

@@ -41,18 +41,14 @@ has set a lower clock) is for ``telemetry.health``.
 """
 
 
-NEIGHBOUR = "process "
-"""Beginning of the series of another process on the GPU; its identifier follows."""
-
+NEIGHBOUR = "process "  # beginning of the series of another process on the GPU; its identifier follows
 _NOT_TOLD = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
     pynvml.NVML_ERROR_NO_PERMISSION,
 )
 
-_GENERATIONS = 4
-"""From a process to its parents: workers, and what they start."""
-
+_GENERATIONS = 4  # from a process to its parents: workers, and what they start
 _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
 

@@ -21,8 +21,7 @@ __all__ = ["NvmlThread", "SamplePace", "User", "join_thread", "next_due"]
 _WAIT_PER_CPU_S = 200.0
 """Seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core."""
 
-_COST_MEMORY = 8
-"""Readings over which the mean of what one takes is formed: one dear reading does not make a long gap."""
+_COST_MEMORY = 8  # readings over which the mean of what one takes is formed: one dear reading does not make a long gap
 
 
 class User(Protocol):

@@ -25,8 +25,7 @@ __all__ = ["GpuSampler"]
 
 log = logging.getLogger(__name__)
 
-_LAST_READING_S = 0.1
-"""How long a sampler that is stopped before its first value may go on to get one."""
+_LAST_READING_S = 0.1  # how long a sampler that is stopped before its first value may go on to get one
 
 
 class GpuSampler:

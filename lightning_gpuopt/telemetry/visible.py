@@ -24,11 +24,8 @@ __all__ = [
     "visible_devices",
 ]
 
-CudaOrdinal = NewType("CudaOrdinal", int)
-"""Number of a device in CUDA, after ``CUDA_VISIBLE_DEVICES``."""
-
-NvmlIndex = NewType("NvmlIndex", int)
-"""Number of a physical GPU in NVML and nvidia-smi."""
+CudaOrdinal = NewType("CudaOrdinal", int)  # number of a device in CUDA, after ``CUDA_VISIBLE_DEVICES``
+NvmlIndex = NewType("NvmlIndex", int)  # number of a physical GPU in NVML and nvidia-smi
 
 
 @dataclass(frozen=True)

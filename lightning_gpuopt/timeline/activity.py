@@ -16,13 +16,10 @@ from lightning_gpuopt.timeline.records import Record
 _Interval = tuple[float, float]
 
 _BLOCKING: Final = ("cudaMemcpy", "hipMemcpy")
-_WAITS: Final = "Synchronize"
-"""Part of the names of the runtime's calls in which the host waits for the GPU."""
-
+_WAITS: Final = "Synchronize"  # part of the names of the runtime's calls in which the host waits for the GPU
 _KINDS: Final = {"collective": "communication", "copy": "copy"}
 
-_SKEW_S: Final = 20e-6
-"""The profiler's clocks of host and device agree to within so much."""
+_SKEW_S: Final = 20e-6  # the profiler's clocks of host and device agree to within so much
 
 
 @dataclass(frozen=True, slots=True)

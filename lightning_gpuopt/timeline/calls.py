@@ -16,12 +16,8 @@ from typing import Any, Final
 
 log = logging.getLogger(__name__)
 
-_EVENTS: Final = 10_000_000
-"""Calls and returns after which nothing more is noted: each takes 0.3 to 0.9 us."""
-
-_LOOK: Final = 1024
-"""Events between two looks whether this is a forked process, which notes nothing."""
-
+_EVENTS: Final = 10_000_000  # calls and returns after which nothing more is noted: each takes 0.3 to 0.9 us
+_LOOK: Final = 1024  # events between two looks whether this is a forked process, which notes nothing
 _OF_WARNINGS: Final = warnings.WarningMessage.__init__.__code__.co_filename
 
 

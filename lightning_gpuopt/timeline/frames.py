@@ -56,13 +56,10 @@ _BASES: Final = frozenset(
 )
 """Classes of which transforms inherit the method that a container calls."""
 
-_MODULE_CALLS: Final = ("_wrapped_call_impl", "_call_impl")
-"""Frames of ``torch.nn.Module.__call__``."""
-
+_MODULE_CALLS: Final = ("_wrapped_call_impl", "_call_impl")  # frames of ``torch.nn.Module.__call__``
 _INNER_FUNCTIONS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
 _MAX_DEPTH: Final = 96
-_AT_ONCE: Final = 16
-"""So many frames are stepped outwards in one call."""
+_AT_ONCE: Final = 16  # so many frames are stepped outwards in one call
 
 
 @lru_cache(maxsize=4096)

@@ -21,30 +21,18 @@ from lightning_gpuopt.measurements.phases import PHASES, SIGNAL_BROADCAST
 from lightning_gpuopt.timeline.activity import ActivitySpan
 from lightning_gpuopt.timeline.observer import StepObserver
 
-_MAX_UNREAD: Final = 8192
-"""Events that the GPU has not reached yet; while there are so many, no new ones are recorded."""
-
-_READS: Final = 24
-"""Events read at one call: more than a step has, so that a backlog is worked off little by little."""
-
+_MAX_UNREAD: Final = 8192  # events that the GPU has not reached yet; while there are so many, no new ones are recorded
+_READS: Final = 24  # events read at one call: more than a step has, so that a backlog is worked off little by little
 _DRIFT: Final = 500e-6
 """The host's clock and the GPU's part by no more than this, in seconds per second: NTP slews a clock by so much."""
 
-_LAG_NS: Final = 50_000
-"""A stamp that lags behind its recording by no more is that of an event on a drained stream."""
-
+_LAG_NS: Final = 50_000  # a stamp that lags behind its recording by no more is that of an event on a drained stream
 _WAITED_NS: Final = 1_000_000
 """A host that was in a hook for at least this long until the GPU was done has waited for it ..."""
 
-_RETURN_NS: Final = 300_000
-"""... if it returned so soon after that ..."""
-
-_RETURN_SHARE: Final = 0.05
-"""... or within this share of its wait."""
-
-_PAUSED_NS: Final = 1_000_000
-"""A host that was stopped for so long in a step may have made that step longer on the GPU."""
-
+_RETURN_NS: Final = 300_000  # ... if it returned so soon after that ...
+_RETURN_SHARE: Final = 0.05  # ... or within this share of its wait.
+_PAUSED_NS: Final = 1_000_000  # a host that was stopped for so long in a step may have made that step longer on the GPU
 _HOST, _COPY, _STEP, _STEP_PART, _FORWARD, _BROADCAST, _VALIDATION, _CUT = range(8)
 """What lies between two events: what hooks have queued, if anything; the batch's copy; the step's own work (to its end,
 or a part of it); Lightning's broadcast; validation; the part of a hook before it waits for the GPU."""
@@ -94,9 +82,7 @@ class HostWork(Protocol):
         """Slots of what stops the host from outside."""
 
 
-_CUTS: Final = 16
-"""Waits between two steps at which an event is recorded: a hook may read a thousand values."""
-
+_CUTS: Final = 16  # waits between two steps at which an event is recorded: a hook may read a thousand values
 _OPTIMIZER: Final = PHASES.index("optimizer")
 
 

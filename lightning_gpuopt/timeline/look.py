@@ -32,9 +32,7 @@ _STEPS: Final = 3
 _MAX_STEPS: Final = 16
 _WARMUP_STEPS: Final = 1
 
-_MAX_MIB: Final = 256
-"""A trace that is larger is not read: a kernel and its call take about 0.7 KiB."""
-
+_MAX_MIB: Final = 256  # a trace that is larger is not read: a kernel and its call take about 0.7 KiB
 _CLOCK_SET_S: Final = 1e-3
 """The clocks of ``time.perf_counter`` and ``time.time_ns`` part by less during a look, unless one is set."""
 

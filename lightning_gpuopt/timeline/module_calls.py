@@ -13,9 +13,7 @@ from torch.nn.modules import module as of_all_modules
 
 log = logging.getLogger(__name__)
 
-_SEEN: Final = "lightning_gpuopt"
-"""Key in a node's metadata: its module is known."""
-
+_SEEN: Final = "lightning_gpuopt"  # key in a node's metadata: its module is known
 _DEPTH: Final = 4
 
 

@@ -6,8 +6,7 @@ from typing import Final
 
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 
-_LONG_NS: Final = 100_000
-"""Pauses from this length on are kept for a GPU's clock."""
+_LONG_NS: Final = 100_000  # pauses from this length on are kept for a GPU's clock
 
 
 class PauseSlots:

@@ -23,9 +23,7 @@ from lightning_gpuopt.timeline.syncs import place_of
 log = logging.getLogger(__name__)
 
 _FULL: Final = 2
-_LONG_NS: Final = 1_000_000
-"""From this length on it is looked for who asked for a full collection."""
-
+_LONG_NS: Final = 1_000_000  # from this length on it is looked for who asked for a full collection
 _COUNT_NS: Final = 5_000_000
 """After a full collection that took so long the objects are counted, once: that takes about a tenth as long."""
 

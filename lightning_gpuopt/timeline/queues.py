@@ -20,9 +20,7 @@ _NEARLY_ALL: Final = 0.75
 """So much of what the other workers were asked for being ready means that one late batch holds up the rest."""
 
 
-_ALL_PROBED: Final = 64
-"""Fetches of which each is looked at."""
-
+_ALL_PROBED: Final = 64  # fetches of which each is looked at
 _FEW_WAITS: Final = 1 / 8
 """Where fewer fetches wait, it is enough to look at some after that: each stands for those before it that were skipped.
 

@@ -30,13 +30,9 @@ log = logging.getLogger(__name__)
 
 _INTERVAL_S: Final = 0.02
 _FIRST_INTERVAL_S: Final = 0.01
-_FIRST_SAMPLES: Final = 60
-"""Samples that come twice as often, for runs that are over soon."""
-
+_FIRST_SAMPLES: Final = 60  # samples that come twice as often, for runs that are over soon
 _SWITCH_S: Final = 0.0002
-_MAX_COST: Final = 0.01
-"""Samples that take up to 10 ms take at most this share of the time of the thread that does it."""
-
+_MAX_COST: Final = 0.01  # samples that take up to 10 ms take at most this share of the time of the thread that does it
 _COSTS_KEPT: Final = 15
 _MIN_COSTS: Final = 3
 _MAX_INTERVAL_S: Final = 1.0
@@ -48,8 +44,7 @@ FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_i
 _IDLE_SAMPLES: Final = 25
 """After so many samples of nothing that is asked for, the switch interval is the program's again."""
 
-_MAX_STACKS: Final = 2_000
-"""Different stacks that are kept of an activity."""
+_MAX_STACKS: Final = 2_000  # different stacks that are kept of an activity
 
 
 class _ShortInterval:

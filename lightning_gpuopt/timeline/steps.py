@@ -12,15 +12,11 @@ from lightning_gpuopt.timeline.phases import Timeline
 
 _PER_DECADE: Final = 40
 _MIN_S: Final = 1e-5
-_BINS: Final = 9 * _PER_DECADE
-"""From 10 µs to about three hours, each bin 6 % wider than the one before."""
-
+_BINS: Final = 9 * _PER_DECADE  # from 10 µs to about three hours, each bin 6 % wider than the one before
 _MAX_PENDING: Final = 100
 _MAX_OUTLIERS: Final = 100
 _OUTLIER_FACTOR: Final = 2.0
-_MIN_OUTLIER_S: Final = 0.002
-"""A step is an outlier when it takes twice the median, and at least 2 ms more."""
-
+_MIN_OUTLIER_S: Final = 0.002  # a step is an outlier when it takes twice the median, and at least 2 ms more
 _ASIDE: Final = [index for index, phase in enumerate(PHASES) if phase in BETWEEN_STEPS]
 
 

@@ -44,8 +44,7 @@ user."""
 _NOT_THE_USERS: Final = (sysconfig.get_path("stdlib"), "<frozen", "<string")
 
 
-_Warning = tuple[Warning | str, type[Warning], str, int]
-"""Message, category, file and line."""
+_Warning = tuple[Warning | str, type[Warning], str, int]  # message, category, file and line
 
 
 _WAITS: Final = ("item", "tolist", "cpu", "nonzero")

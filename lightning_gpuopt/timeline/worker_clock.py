@@ -32,15 +32,11 @@ from lightning_gpuopt.utils.replacement import hide_us
 
 _MAX_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
-_ALL_MEASURED: Final = 64
-"""Batches of a worker that are all measured in full."""
-
+_ALL_MEASURED: Final = 64  # batches of a worker that are all measured in full
 _FAST_NS: Final = 1_000_000
 """Batches that take less than this in the mean are measured in full only now and then after that."""
 
-_MAX_SKIPPED: Final = 14
-"""Skipped at random, up to so many in a row, so that no rhythm of the data falls in with ours."""
-
+_MAX_SKIPPED: Final = 14  # skipped at random, up to so many in a row, so that no rhythm of the data falls in with ours
 _ITEMS_COUNTED: Final = 64
 
 # The fields of a worker's row in the shared block.

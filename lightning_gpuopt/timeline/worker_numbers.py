@@ -8,8 +8,7 @@ from torch.utils.data import get_worker_info
 
 from lightning_gpuopt.utils.replacement import hide_us
 
-_first = 0
-"""In a worker: the number of the first in its set."""
+_first = 0  # in a worker: the number of the first in its set
 
 
 def worker_number() -> int | None:

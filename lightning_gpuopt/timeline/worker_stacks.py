@@ -26,15 +26,12 @@ log = logging.getLogger(__name__)
 _WANTED, _LENGTH, _CHECK = range(3)
 _HEAD: Final = 3
 _BYTES: Final = 1 << 17
-_MAX_STACKS: Final = 200
-"""Stacks handed back: those with most time."""
-
+_MAX_STACKS: Final = 200  # stacks handed back: those with most time
 _ENOUGH_SAMPLES: Final = 200
 _ENOUGH_BATCHES: Final = 24
 _MAX_S: Final = 20.0
 _FIRST_ANSWER_S: Final = 0.1
-_OF_EPOCHS: Final = 1 << 15
-"""In a question: it is about what comes before an epoch's first batch."""
+_OF_EPOCHS: Final = 1 << 15  # in a question: it is about what comes before an epoch's first batch
 
 
 class WorkerStacks:

@@ -42,8 +42,7 @@ from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_worker
 
 log = logging.getLogger(__name__)
 
-_FITS_FOR_S: Final = 5.0
-"""Seconds between two checks of the memory left for the workers."""
+_FITS_FOR_S: Final = 5.0  # seconds between two checks of the memory left for the workers
 
 
 def _resizes(iterator: Any) -> bool:

@@ -50,9 +50,7 @@ _LISTS: Final = tuple(map(type, (iter([]), iter(()), iter(range(1)), iter(range(
 
 _WRITABLE: Final = (list, array, np.ndarray)
 
-_HELD_BY_ITERATOR: Final = 3
-"""References to a list by its iterator, a variable and an argument."""
-
+_HELD_BY_ITERATOR: Final = 3  # references to a list by its iterator, a variable and an argument
 _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 
 _MAX_WATCH_S: Final = 0.002
@@ -60,9 +58,7 @@ _MAX_WATCH_S: Final = 0.002
 
 _FIRST_S: Final = 0.5
 
-_DATASET_SEEN: Final = 3
-"""Indices after the first that are seen to leave the dataset as it is."""
-
+_DATASET_SEEN: Final = 3  # indices after the first that are seen to leave the dataset as it is
 _SHOWN: Final = 8
 """Batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first."""
 

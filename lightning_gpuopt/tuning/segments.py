@@ -39,9 +39,7 @@ log = logging.getLogger(__name__)
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
 
-_DIED: Final = "DataLoader worker (pid"
-"""How torch's error begins where a worker has died."""
-
+_DIED: Final = "DataLoader worker (pid"  # how torch's error begins where a worker has died
 Make = Callable[[], Any]
 
 

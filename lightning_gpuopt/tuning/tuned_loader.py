@@ -28,11 +28,8 @@ from lightning_gpuopt.utils.weakly import weakly
 log = logging.getLogger(__name__)
 
 _STEPS_FOR_STEP_TIME: Final = 8
-_PATIENCE_S: Final = 10.0
-"""Seconds that ranks wait for one another before their trials, at most."""
-
-_GRACE_S: Final = 2.0
-"""Seconds that they wait after the time for the trials is over, at most."""
+_PATIENCE_S: Final = 10.0  # seconds that ranks wait for one another before their trials, at most
+_GRACE_S: Final = 2.0  # seconds that they wait after the time for the trials is over, at most
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from lightning_gpuopt.compat.lightning import Callback, MisconfigurationExceptio
 
 log = logging.getLogger(__name__)
 
-_BOUND_TO_THE_MODEL: Final = ("log", "log_dict")
-"""Attributes that Lightning gives a callback, anew in each ``fit``."""
+_BOUND_TO_THE_MODEL: Final = ("log", "log_dict")  # attributes that Lightning gives a callback, anew in each ``fit``
 
 
 class CallbackBase(Callback):

@@ -23,15 +23,9 @@ from lightning_gpuopt.compat.torch_internals import default_store
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.05
-"""How often rank 0 looks whether the others' figures have come, while it expects some."""
-
-_PATIENCE_S = 30.0
-"""How long a window waits for a silent rank, before it is given out without that rank."""
-
-_RECEIVE_EVERY_S = 1.0
-"""How often other ranks look for messages of rank 0."""
-
+_POLL_S = 0.05  # how often rank 0 looks whether the others' figures have come, while it expects some
+_PATIENCE_S = 30.0  # how long a window waits for a silent rank, before it is given out without that rank
+_RECEIVE_EVERY_S = 1.0  # how often other ranks look for messages of rank 0
 _runs: dict[str, int] = {}
 
 

@@ -20,14 +20,9 @@ _ASKED: Final = "asked"
 _DECIDED: Final = "decided"
 _ENDED: Final = "ended"
 
-_LOOK_EVERY_S = 1.0
-"""How often other ranks look whether rank 0 has asked."""
-
-_POLL_S = 0.02
-"""The same while an answer is about to come."""
-
-_PATIENCE_S = 30.0
-"""How long a silent rank is waited for."""
+_LOOK_EVERY_S = 1.0  # how often other ranks look whether rank 0 has asked
+_POLL_S = 0.02  # the same while an answer is about to come
+_PATIENCE_S = 30.0  # how long a silent rank is waited for
 
 
 class RankStop:

@@ -15,11 +15,8 @@ from lightning_gpuopt.utils.rank_channel import open_store
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S: Final = 30.0
-"""How long rank 0 waits for the others; those wait twice as long for its word."""
-
-_LAST_S: Final = 2.0
-"""So long rank 0 may take to end, once it has said so."""
+PATIENCE_S: Final = 30.0  # how long rank 0 waits for the others; those wait twice as long for its word
+_LAST_S: Final = 2.0  # so long rank 0 may take to end, once it has said so
 
 
 def all_said(mine: str, name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> list[str] | None:

@@ -15,8 +15,7 @@ _WARM_UP: Final = 10
 _MAX_WARM_UP: Final = 100
 _LOADER: Final = 100
 _FREE: Final = 60
-_LEAST: Final = 20
-"""Steps of a rate, at least: one window."""
+_LEAST: Final = 20  # steps of a rate, at least: one window
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,8 @@ from lightning_gpuopt.utils.rank_vote import PATIENCE_S, all_said, leave_togethe
 from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, plan_of
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay
 
-_JOIN_S = 5.0
-"""So long a child process may take to end."""
-
-_ALONE_S = 2.0
-"""So long ranks wait for each other before they end, where one of them was silent before."""
+_JOIN_S = 5.0  # so long a child process may take to end
+_ALONE_S = 2.0  # so long ranks wait for each other before they end, where one of them was silent before
 
 
 class HookClock(Callback):

@@ -15,15 +15,12 @@ from typing import Final, NoReturn
 _FORWARDED: Final = frozenset(
     {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
-_LOOK_EVERY_S: Final = 1.0
-"""So often the child is looked at, should its SIGCHLD be lost."""
-
+_LOOK_EVERY_S: Final = 1.0  # so often the child is looked at, should its SIGCHLD be lost
 _TOGETHER_S: Final = 0.2
 """Within this time a signal has come to each process that it was sent to. The kernel sends to a group at once; Slurm to
 each process of a step, one after the other."""
 
-_AT_ONCE: Final = 0x80
-"""Beside a signal's number: the answer is not to be waited for."""
+_AT_ONCE: Final = 0x80  # beside a signal's number: the answer is not to be waited for
 
 
 @contextmanager
@@ -92,8 +89,7 @@ def _is_in_our_group(pid: int) -> bool:
         return True  # and gone: there is nothing to send on
 
 
-_MAX_ANSWER_S = 2.0
-"""A witness that does not answer by then is stopped: what came is taken for ours alone."""
+_MAX_ANSWER_S = 2.0  # a witness that does not answer by then is stopped: what came is taken for ours alone
 
 
 class _Witness:

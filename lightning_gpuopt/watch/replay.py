@@ -12,11 +12,8 @@ import torch
 from lightning_gpuopt.prefetch.leaves import Found
 
 MAX_BATCHES: Final = 5
-_MAX_BYTES: Final = 2**29
-"""Of all kept batches; one is kept whatever its size."""
-
-Item = tuple[Any, int, int]
-"""A batch, its index, and that of its loader, as Lightning's fetcher has it."""
+_MAX_BYTES: Final = 2**29  # of all kept batches; one is kept whatever its size
+Item = tuple[Any, int, int]  # a batch, its index, and that of its loader, as Lightning's fetcher has it
 
 
 class Kept:

@@ -24,8 +24,7 @@ from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
 from lightning_gpuopt.watch.mailbox import COMMAND_FILE, Watch
 
 _RULE: Final = "─"
-_MAX_LISTED: Final = 20
-"""Fits that are listed: a search for hyperparameters has hundreds."""
+_MAX_LISTED: Final = 20  # fits that are listed: a search for hyperparameters has hundreds
 _GPU_KEYS: Final = ("utilization", "sm_activity", "memory_percent", "power_w")
 _UNITS: Final = {"utilization": "%", "sm_activity": "% SM activity", "memory_percent": "% of memory", "power_w": "W"}
 

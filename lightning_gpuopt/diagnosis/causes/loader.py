@@ -45,9 +45,7 @@ _COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
 _A_POOL: Final = 1.5
 """Threads of a worker that are busy at once: fewer are its own thread and one that sends its batches."""
 
-_A_THIRD: Final = 1 / 3
-"""What explains so much of the wait for data is a finding of its own."""
-
+_A_THIRD: Final = 1 / 3  # what explains so much of the wait for data is a finding of its own
 _MOSTLY: Final = 0.5
 _NEARLY_EVERY: Final = 0.8
 _SELDOM: Final = 0.3

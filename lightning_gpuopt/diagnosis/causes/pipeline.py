@@ -30,12 +30,8 @@ DECODE_ENGINE: Final = "decode engine"
 _BUSY: Final = 0.6
 """CPU threads that compute for less than this share of the time are not what a pipeline on the GPU waits for."""
 
-_BUSY_WITHOUT_CPUS: Final = 0.25
-"""The same where no CPU is free: threads that queue for one compute less."""
-
-_COMPUTES: Final = 0.5
-"""Threads that read and whose time is CPU time for less than this share are blocked on storage."""
-
+_BUSY_WITHOUT_CPUS: Final = 0.25  # the same where no CPU is free: threads that queue for one compute less
+_COMPUTES: Final = 0.5  # threads that read and whose time is CPU time for less than this share are blocked on storage
 _ALONE: Final = 0.2
 """Files that are waited for longer than this share of the wait for the pipeline would soon hold up more threads."""
 

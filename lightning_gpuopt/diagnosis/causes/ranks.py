@@ -15,9 +15,7 @@ from lightning_gpuopt.measurements.ranks import RankWork
 _SLOWER_LOADER: Final = 1.3
 """A rank whose batches take this much longer has slower data; one that waits in everybody's stead does not."""
 
-_LARGER_BATCHES: Final = 1.2
-"""Batches that are so many times as large as the others' are why a rank is slower."""
-
+_LARGER_BATCHES: Final = 1.2  # batches that are so many times as large as the others' are why a rank is slower
 _MIB: Final = 1024 * 1024
 
 _HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"

@@ -14,9 +14,7 @@ from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, GPU_WORK
 
 _MEMORY_MIB: Final = 64.0
 _FILES: Final = 16
-_THREADS: Final = 4
-"""Growth of what the process holds that is worth a word."""
-
+_THREADS: Final = 4  # growth of what the process holds that is worth a word
 _CLOCK: Final = 0.95
 
 

@@ -15,9 +15,7 @@ from lightning_gpuopt.measurements.loading import ImageSamples, WorkerTimes
 _WORTH_IT: Final = 1.1
 """Batches per second over now, from which on a step is advised; and over a simpler step's, where there is one."""
 
-_LARGER: Final = 1.2
-"""Images whose shorter side is so many times what is needed are worth making smaller."""
-
+_LARGER: Final = 1.2  # images whose shorter side is so many times what is needed are worth making smaller
 _MEASURED_TWICE: Final = 1.15
 """A dataset that takes less CPU than PIL does, by more than two measurements differ, does not use PIL."""
 

@@ -36,15 +36,11 @@ class Cause:
         return self.group == "loader" and self.in_user_code
 
 
-FACTS_SHOWN: Final = 4
-"""Figures of a finding's evidence that the terminal shows; the page and the JSON have all."""
-
+FACTS_SHOWN: Final = 4  # figures of a finding's evidence that the terminal shows; the page and the JSON have all
 MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
 """Callbacks of ours that measure a run, and change what they find."""
 
-OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}
-"""All callbacks of ours."""
-
+OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}  # all callbacks of ours
 COMPUTE_BOUND: Final = Cause(
     "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""
 )
@@ -418,9 +414,7 @@ _ALL: Final = (
     ),
 )
 
-CAUSES: Final = {cause.name: cause for cause in _ALL}
-"""Every cause that is found, by name."""
-
+CAUSES: Final = {cause.name: cause for cause in _ALL}  # every cause that is found, by name
 _VERDICTS: Final = {**CAUSES, **{each.name: each for each in (COMPUTE_BOUND, UNKNOWN, NOT_MEASURED)}}
 
 

@@ -7,9 +7,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.measurements.code_location import Call, Sampled
 
-STACKS_FILE: Final = "stacks.speedscope.json"
-"""Its name beside a report."""
-
+STACKS_FILE: Final = "stacks.speedscope.json"  # its name beside a report
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 
 

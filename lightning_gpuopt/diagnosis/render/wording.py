@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 _ADDS_UP: Final = 0.02
 """Share of the run that steps and their number may leave over before the report says which steps are meant."""
 
-_SMALL_KIND: Final = 0.005
-"""Share of a kind of kernel below which it is left out."""
-
-PRICE_VARIABLE: Final = "GPUOPT_GPU_HOUR_PRICE"
-"""Environment variable with the price of one GPU-hour, in any currency."""
-
-_LEAST_STANDSTILL_S: Final = 60.0
-"""GPU-seconds below which standing still is not summed up."""
-
+_SMALL_KIND: Final = 0.005  # share of a kind of kernel below which it is left out
+PRICE_VARIABLE: Final = "GPUOPT_GPU_HOUR_PRICE"  # environment variable with the price of one GPU-hour, in any currency
+_LEAST_STANDSTILL_S: Final = 60.0  # GPU-seconds below which standing still is not summed up
 _UNITS: Final = {"ms": "ms", "s": "s", "kib": "KiB", "mib": "MiB", "gib": "GiB", "mhz": "MHz", "percent": "%"}
 _RATES: Final = {"gb_per_s": ("rate", "GB/s"), "swap_mib_per_s": ("swap", "MiB/s")}
 _NAME: Final = re.compile(rf"(?:(?P<what>\w+)_)?(?P<unit>{'|'.join(_UNITS)})(?P<per>_per_\w+)?(?P<rest>_max)?")

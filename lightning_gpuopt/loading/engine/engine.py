@@ -32,32 +32,21 @@ Batches: TypeAlias = "queue.SimpleQueue[tuple[Any, Any]]"
 
 END: Final = StopIteration()
 
-_TICKET_NS: Final = 200_000
-"""A ticket is for so much work: what taking one costs is little against it."""
-
-_ADDED: Final = 32
-"""Processes that may be added while others run."""
-
+_TICKET_NS: Final = 200_000  # a ticket is for so much work: what taking one costs is little against it
+_ADDED: Final = 32  # processes that may be added while others run
 _PART_OF_MEMORY: Final = 1 / 8
 """Batches that are made ahead take no more of the memory that is free: a node's ranks share it, and so do loaders."""
 
-_COPYING: Final = 4
-"""Processes that copy records, where nobody says how many: memory gives no more to others."""
-
+_COPYING: Final = 4  # processes that copy records, where nobody says how many: memory gives no more to others
 _LEAST_SLOTS: Final = 256
 _MOST_SLOTS: Final = 1 << 16
-_MOST_ROWS: Final = (1 << 16) - 1
-"""Of a ticket, whose slot and rows have two bytes each."""
-
+_MOST_ROWS: Final = (1 << 16) - 1  # of a ticket, whose slot and rows have two bytes each
 _LOOK_EVERY: Final = 8
 _LOOKED_AHEAD_BYTES: Final = 1 << 30
 """Batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this."""
 
-_HELD: Final = 4
-"""Batches of so many times as many as are made ahead are worth a word."""
-
-_JOIN_S: Final = 5.0
-"""What torch's workers have to end, too."""
+_HELD: Final = 4  # batches of so many times as many as are made ahead are worth a word
+_JOIN_S: Final = 5.0  # what torch's workers have to end, too
 
 
 class CannotServe(Exception):

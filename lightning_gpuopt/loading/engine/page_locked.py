@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import torch
 
-_PORTABLE: Final = 1
-"""``cudaHostRegisterPortable``: for all devices of this process."""
+_PORTABLE: Final = 1  # ``cudaHostRegisterPortable``: for all devices of this process
 
 
 class PinnableMapping(mmap.mmap):

@@ -24,11 +24,8 @@ from lightning_gpuopt.loading.engine.layout import Layout
 from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess, run
 from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, SKIPPED, Control, SharedFile
 
-_ALIVE_MS: Final = 5_000
-"""Milliseconds between two looks whether processes live, where nothing comes."""
-
-_LOOK_MS: Final = 1_000
-"""Milliseconds between two looks for samples that nobody reads, once a process has died."""
+_ALIVE_MS: Final = 5_000  # milliseconds between two looks whether processes live, where nothing comes
+_LOOK_MS: Final = 1_000  # milliseconds between two looks for samples that nobody reads, once a process has died
 
 
 class LoaderPool:

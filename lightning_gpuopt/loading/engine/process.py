@@ -25,16 +25,11 @@ from lightning_gpuopt.timeline.worker_clock import clock_of
 TICKET: Final = struct.Struct("<HHI")
 """What a thread takes out of the pipe: a slot, how many rows (0: there is nothing more), and the first."""
 
-DONE: Final = struct.Struct("<q")
-"""What a thread says of a batch whose last sample is in: its sequence."""
+DONE: Final = struct.Struct("<q")  # what a thread says of a batch whose last sample is in: its sequence
 
 
-_FIRST_S: Final = 0.05
-"""So many seconds of samples, but no more than a batch, show what they cost."""
-
-SENT: Final = struct.Struct("<qq")
-"""What stands before something that is sent: the batch's sequence, and the row."""
-
+_FIRST_S: Final = 0.05  # so many seconds of samples, but no more than a batch, show what they cost
+SENT: Final = struct.Struct("<qq")  # what stands before something that is sent: the batch's sequence, and the row
 READ_FIRST: Final = "read the first sample"
 """What one of the processes gets in place of the layout, which it is then to find."""
 

@@ -342,8 +342,6 @@ def _after_fork_here() -> None:
     _ends.clear()
 
 
-_ends: Final[list[SharedFile]] = []
-"""Kept in a process that was forked, for as long as it lives."""
-
+_ends: Final[list[SharedFile]] = []  # kept in a process that was forked, for as long as it lives
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_here)

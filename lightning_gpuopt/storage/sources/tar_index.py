@@ -21,23 +21,17 @@ import xxhash
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.errors import DamagedError
 
-INDEX: Final = "tars-"
-"""What the name of an index file begins with."""
+INDEX: Final = "tars-"  # what the name of an index file begins with
 _MEMBER: Final = re.compile(r"((?:.*/|)[^./]+)[.]([^/]*)")
 _META: Final = re.compile(r"__[^/]*__($|/)")
 _COMPRESSED: Final = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _HEAD: Final = struct.Struct("<5Q")
 _MAX_EXTENSIONS: Final = 1 << 16
-_LOOKED_AT: Final = 1 << 16
-"""So many bytes behind the end of a tar; tar pads to 10 KiB."""
-
+_LOOKED_AT: Final = 1 << 16  # so many bytes behind the end of a tar; tar pads to 10 KiB
 _log = logging.getLogger(__name__)
 
-SPARSE: Final = 1 << 63
-"""Added to a member's offset: it is that of the headers of a sparse file."""
-
-Item = tuple[str, str]
-"""A tar, and the file of its index."""
+SPARSE: Final = 1 << 63  # added to a member's offset: it is that of the headers of a sparse file
+Item = tuple[str, str]  # a tar, and the file of its index
 
 
 def _run_here(task: Callable[[Item], None], items: Sequence[Item]) -> None:

@@ -14,8 +14,7 @@ from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.arrays import same_length
 from lightning_gpuopt.storage.sources.base import PerProcess, RowSource, digest, missing_extra
 
-_TYPE: Final = re.compile(r"GLOBAL (\S+)")
-"""What an unpickler tells of a type that it does not make."""
+_TYPE: Final = re.compile(r"GLOBAL (\S+)")  # what an unpickler tells of a type that it does not make
 
 
 class SavedSource(RowSource):

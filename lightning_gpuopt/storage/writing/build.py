@@ -39,9 +39,7 @@ from lightning_gpuopt.utils.console_progress import ConsoleProgress
 _log = logging.getLogger(__name__)
 
 MAX_SKIPPED: Final = 0.01
-_MIN_SKIPPED: Final = 10
-"""So few bad images end no build, whatever share they are."""
-
+_MIN_SKIPPED: Final = 10  # so few bad images end no build, whatever share they are
 _SHOWN: Final = 10
 _NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

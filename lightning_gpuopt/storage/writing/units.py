@@ -37,15 +37,11 @@ from lightning_gpuopt.storage.writing.publish import MARKER
 from lightning_gpuopt.storage.writing.staging import Staging, finished_directory
 from lightning_gpuopt.utils.arguments import refuse
 
-_OUTSTANDING: Final = 64
-"""Units that an executor has at a time: how many workers it has, or will have, nobody knows."""
+_OUTSTANDING: Final = 64  # units that an executor has at a time: how many workers it has, or will have, nobody knows
 _ATTEMPTS: Final = 3
-_PATIENCE_S: Final = 5.0
-"""How long a build that fails waits for units that run, and are told to stop."""
-
+_PATIENCE_S: Final = 5.0  # how long a build that fails waits for units that run, and are told to stop
 T = TypeVar("T")
-Outcome = tuple[bool, Any]
-"""Of a unit: True and what it gave, or False and the error, pickled, with its traceback."""
+Outcome = tuple[bool, Any]  # of a unit: True and what it gave, or False and the error, pickled, with its traceback
 
 
 def build_units(
@@ -172,8 +168,7 @@ def _not_seen(directory: Path | str) -> StorageError:
 
 _filling = threading.Lock()
 """One thread of a process reads the source, and seeds the process's random numbers, at a time."""
-_opened: dict[str, Job] = {}
-"""The job of this process's last unit, by its marker."""
+_opened: dict[str, Job] = {}  # the job of this process's last unit, by its marker
 
 
 def _new_lock() -> None:
