@@ -16,6 +16,7 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
 FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
 
+# by setting, why its gain is not predicted, where it is not
 NOT_PREDICTED: Final[dict[str, str]] = {
     "num_workers": "what a batch costs was not measured",
     "prefetch_factor": "what a batch costs was not measured",
@@ -23,8 +24,6 @@ NOT_PREDICTED: Final[dict[str, str]] = {
     "persistent_workers": "the length of an epoch is not known",
     "device_prefetch": "no step was measured",
 }
-"""By setting, why its gain is not predicted, where it is not."""
-
 MIN_BEFORE: Final = 4  # windows that must have been seen before a change
 _LOOKS: Final = (5, 8)  # windows after a change at which it is judged. Only two: each look can be fooled by chance
 MAX_WINDOWS: Final = _LOOKS[-1]  # that are compared on either side; a gain without a proof is then taken back

@@ -31,8 +31,8 @@ from lightning_gpuopt.utils.arguments import flag, real_number, refuse
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.rank_channel import RankBroadcast
 
+# steps in a window of its own StallDetector: several windows decide on a change, and runs are short at times
 WINDOW_SIZE = 20
-"""Steps in a window of its own StallDetector: several windows decide on a change, and runs are short at times."""
 
 
 class AutoFix(CallbackBase):

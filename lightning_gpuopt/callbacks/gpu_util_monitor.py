@@ -27,12 +27,10 @@ __all__ = ["GpuUtilMonitor"]
 
 log = logging.getLogger(__name__)
 
+# closer readings would only keep a core busy: NVML's utilization is of 1/6 s to 1 s (nvml.h, nvmlUtilization_t)
 _MIN_INTERVAL_S = 0.001
-"""Closer readings would only keep a core busy: NVML's utilization is of 1/6 s to 1 s (nvml.h, nvmlUtilization_t)."""
-
+# how long ``setup`` waits for NVML to list the devices, so that a missing one is an error before training begins
 _OPEN_TIMEOUT_S = 1.5
-"""How long ``setup`` waits for NVML to list the devices, so that a missing one is an error before training begins."""
-
 _CLOSE_TIMEOUT_S = 1.0  # how long the end of ``fit`` waits for NVML; a call that takes longer is said to hang
 _GATHER_TIMEOUT_S = 3.0  # how long the end of ``fit`` waits for the other ranks' last figures
 _INTERVAL_S = 0.1

@@ -26,13 +26,12 @@ USAGE: Final = "lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-d
 TAKES_COMMAND: Final = True  # what stands behind ``--`` is no argument of ours
 DEFAULT_FOLDER: Final = "./gpuopt"
 
+# said before the command is run
 NOT_PREVENTED: Final = (
     "lightning-gpuopt watch --ceiling: the script ends inside its first fit that is long enough, with exit code 0, or "
     "1 where nothing could be measured. Loggers and checkpoint callbacks are taken out of its Trainers. Not prevented: "
     "what the script saves in its own hooks or before fit, and loggers that it has started itself before."
 )
-"""Said before the command is run."""
-
 _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 
 

@@ -43,11 +43,11 @@ except ImportError:
     _BaseDataLoaderIter = _MultiProcessingDataLoaderIter = object  # type: ignore[assignment,misc]
 
 BaseIterator: Any = _BaseDataLoaderIter
+# the kind of iterator that Lightning has end its workers as it drops a loader; nothing else of it is used
 WorkersIterator: Any = _MultiProcessingDataLoaderIter
-"""The kind of iterator that Lightning has end its workers as it drops a loader; nothing else of it is used."""
-
 _MAP: Final = 0  # ``_DatasetKind.Map``
 _MAP_PIPES: Final = tuple(filter(None, [getattr(torch.utils.data, "MapDataPipe", None)]))
+# what a subclass leaves alone that iterates as a DataLoader does, and so do copies of it
 _ITERATES_BY: Final = frozenset(
     {
         *(name for name in vars(DataLoader) if not name.startswith("__")),
@@ -55,8 +55,6 @@ _ITERATES_BY: Final = frozenset(
         *("__iter__", "__del__", "__getattribute__"),
     }
 )
-"""What a subclass leaves alone that iterates as a DataLoader does, and so do copies of it."""
-
 _QUEUES: Final = ("_data_queue", "_worker_result_queue", "_task_info", "_rcvd_idx")
 _AHEAD: Final = ("_data_queue", "_dataset_kind", "_persistent_workers", "_rcvd_idx", "_send_idx", "_task_info")
 

@@ -497,8 +497,8 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
 
 
 _ABSENT = object()
+# shadows that were undone while another lay on top: owner, name, replacement, and what was there before
 _buried: list[tuple[Callable[[], Any], str, Any, Any]] = []
-"""Shadows that were undone while another lay on top: owner, name, replacement, and what was there before."""
 
 
 def _is_shadow(buried: tuple[Callable[[], Any], str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:

@@ -35,8 +35,8 @@ __all__ = [
     "version_of",
 ]
 
+# how many tensors share a storage, by :func:`storage_key`; None where torch cannot count them
 count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
-"""How many tensors share a storage, by :func:`storage_key`; None where torch cannot count them."""
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

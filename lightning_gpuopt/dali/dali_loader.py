@@ -21,9 +21,8 @@ from lightning_gpuopt.measurements.loading import PipelineTimes
 Batches = Generator[EncodedBatch, None, None]
 Undecodable = Callable[[list[Bytes]], dict[int, Exception]]
 
+# batches in the pipeline at a time: one that is waited for, and two that keep its threads and the decoder busy
 _IN_FLIGHT: Final = 3
-"""Batches in the pipeline at a time: one that is waited for, and two that keep its threads and the decoder busy."""
-
 _STATES_KEPT: Final = 8
 
 

@@ -36,8 +36,8 @@ class PipelineSettings:
     name: str = "the pipeline"  # the argument by which a user's own pipeline came, for messages
 
 
+# takes DALI, the settings and the nodes of the inputs (bytes, labels, areas), gives images and labels
 Definition = Callable[[DALI, PipelineSettings, Any, Any, Any], Any]
-"""Takes DALI, the settings and the nodes of the inputs (bytes, labels, areas), gives images and labels."""
 
 
 def random_crops(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> tuple[Any, ...]:

@@ -29,9 +29,9 @@ PPM: Final = b"P6"  # how the files begin that PIL has decoded: no others of tha
 MAX_THREADS: Final = 16
 """A network file system answers that many at a time. From memory one thread is faster: several would only hand the
 interpreter's lock to one another, at four times the CPU time."""
+# reading that takes so many times its CPU time, and so many seconds a file, mostly waits for storage
 _BLOCKED: Final = 3.0
 _LATENCY_S: Final = 0.0005
-"""Reading that takes so many times its CPU time, and so many seconds a file, mostly waits for storage."""
 _WAITED: Final = 0.1  # a batch that is waited for this share of the time its files take is late for them
 
 

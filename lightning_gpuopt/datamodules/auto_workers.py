@@ -19,8 +19,8 @@ from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
 from lightning_gpuopt.tuning.main_script import is_guarded, script_run_again
 
+# where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are
 _LARGE_BATCH: Final = 256 << 20
-"""Where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are."""
 
 
 def auto_workers(loader: ElasticLoader, held: Sequence[Held], loaders_on_node: int) -> tuple[int, str | None]:

@@ -37,9 +37,8 @@ from lightning_gpuopt.utils.arguments import (
     whole_number,
 )
 
+# with `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best
 RUN_BYTES: Final = 1 << 20
-"""With `shuffle_window`, so much of a dataset is read in one go: enough for a disk to be near its best."""
-
 _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "test": "test", "predict": "predict"}
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# class name to the file of its photograph in scikit-image
 PHOTOGRAPHS = {
     "astronaut": "astronaut.png",
     "cat": "chelsea.png",
@@ -30,8 +31,6 @@ PHOTOGRAPHS = {
     "rocket": "rocket.jpg",
     "tissue": "ihc.png",
 }
-"""Class name to the file of its photograph in scikit-image."""
-
 IMAGE_SIZE = (500, 375)  # width and height of the JPEGs in pixels: those of the common photograph in ImageNet
 JPEG_QUALITY = 90
 MIN_CROP = 0.15  # the narrowest crop, as a share of the widest that fits into the photograph

@@ -21,8 +21,8 @@ from lightning_gpuopt.telemetry.host import usable_cpus
 StepName = Literal["fast-decoder", "smaller-images", "worker-search", "prefetch", "dali"]
 STEP_NAMES: Final[tuple[str, ...]] = get_args(StepName)
 
+# workers are searched for where the low end of their prediction promises so much: on few CPUs they take the step's
 _SURE_GAIN: Final = 1.1
-"""Workers are searched for where the low end of their prediction promises so much: on few CPUs they take the step's."""
 
 
 _PIL_MS: Final = ("image_decode_ms", "image_crop_ms", "image_to_float_ms")
@@ -156,6 +156,7 @@ def dali(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | N
     )
 
 
+# in the order in which they are tried: less work first, then processes and streams for what is left
 STEPS: Final[tuple[Callable[[Finding, DemoSettings, Machine], Step | None], ...]] = (
     fast_decoder,
     smaller_images,
@@ -163,7 +164,6 @@ STEPS: Final[tuple[Callable[[Finding, DemoSettings, Machine], Step | None], ...]
     prefetch,
     dali,
 )
-"""In the order in which they are tried: less work first, then processes and streams for what is left."""
 
 
 def next_step(

@@ -44,9 +44,8 @@ _NEVER: Final = 10**9
 
 CROP_SIZE = 128  # height and width of what the network sees, in pixels
 MIN_SIDE: Final = 0.5  # side of the smallest random crop, as a share of the image's shorter side
+# side of the square that is validated, as a share of the shorter side: ``Resize(146)`` and ``CenterCrop(128)``
 CENTER: Final = 7 / 8
-"""Side of the square that is validated, as a share of the shorter side: ``Resize(146)`` and ``CenterCrop(128)``."""
-
 _SHORT, _LONG = sorted(IMAGE_SIZE)
 CROP_SCALE: Final = (MIN_SIDE**2 * _SHORT / _LONG, _SHORT / _LONG)  # those random crops as shares of the image's area
 NORMALIZE: Final = (IMAGENET_MEAN, IMAGENET_STD)

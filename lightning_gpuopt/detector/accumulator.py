@@ -21,8 +21,8 @@ from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.timeline.pauses import PauseWatch
 
 _MIN_RECORD_S: Final = 0.1  # seconds: shorter windows are joined before they are compared
+# if nothing that grows was found: search again after so many times the steps. A search takes milliseconds.
 _LOOK_AGAIN: Final = 1.5
-"""If nothing that grows was found: search again after so many times the steps. A search takes milliseconds."""
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,11 @@ from lightning_gpuopt.timeline.syncs import SyncLook
 log = logging.getLogger(__name__)
 
 _SETTLED_STEPS: Final = 5  # steps between the warm-up and the first look
+# steps after the warm-up at which rank 0 of several records its steps, where no end comes before
 _PROFILER_AFTER: Final = 10
-"""Steps after the warm-up at which rank 0 of several records its steps, where no end comes before."""
-
 _SYNC_STEPS: Final = 4  # steps that a look for synchronizing calls lasts, and one to end it
+# with ``profile="on"``, steps after which one rank records without a reason where no end can be foreseen
 _WITHOUT_REASON_AFTER: Final = 100
-"""With ``profile="on"``, steps after which one rank records without a reason where no end can be foreseen."""
-
 _SPARE_STEPS: Final = 2  # training may end so many steps before its foreseen end
 _PATIENCE_STEPS: Final = 10  # steps after which a recording is read although the GPU has not passed its end
 

@@ -34,11 +34,10 @@ from lightning_gpuopt.diagnosis.witnesses import idle_shares
 from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window
 
+# what an option is called, at its end, whose value is shown to nobody
 _SECRET: Final = re.compile(
     r"(^|[^a-z])(\w*key|token|secret|passw(or)?d|passphrase|pwd|auth|credentials?)$", re.IGNORECASE
 )
-"""What an option is called, at its end, whose value is shown to nobody."""
-
 _IN_URL: Final = re.compile(r"//[^/@\s]+:[^/@\s]+@")
 _LONGEST: Final = 200  # characters of a word of the command: ``python -c`` has a whole script in one
 _LARGE_BYTES: Final = 16 << 20  # bytes from which on a tensor or array in the hyperparameters is noted

@@ -67,9 +67,8 @@ class DetectorOptions:
     profile: Profile = "auto"
 
 
+# seconds of run between two diagnoses for each that one takes: 0.5 % of the time, however short windows are
 _WAIT_PER_DIAGNOSIS: Final = 200
-"""Seconds of run between two diagnoses for each that one takes: 0.5 % of the time, however short windows are."""
-
 _MAX_WAIT_S: Final = 1.0
 
 

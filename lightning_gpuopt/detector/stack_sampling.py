@@ -20,9 +20,8 @@ from lightning_gpuopt.timeline.stacks import StackSampler, start_sampling
 
 log = logging.getLogger(__name__)
 
+# steps after the warm-up at which it is looked for findings before a window ends: short runs have lines, too
 _EARLY: Final = (5, 10, 20, 40, 80, 160)
-"""Steps after the warm-up at which it is looked for findings before a window ends: short runs have lines, too."""
-
 _WHILE_SAMPLING: Final = 4  # steps after which it is asked whether samples are enough
 _ENOUGH: Final = 200
 _TOO_FEW: Final = 20

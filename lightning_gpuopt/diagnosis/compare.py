@@ -8,8 +8,8 @@ from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS, Finding, Proof, RunRecord
 
+# what two runs must have in common for one to prove advice of the other; what a report does not say is in common
 _SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate_grad_batches", "batch_size")
-"""What two runs must have in common for one to prove advice of the other; what a report does not say is in common."""
 
 
 @dataclass(frozen=True)

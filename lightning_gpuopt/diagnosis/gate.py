@@ -11,8 +11,8 @@ from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
 
 Outcome = Literal["passed", "slower", "not_judged"]
 
+# with another of these a step is other work. A changed model, precision or strategy is what a gate has to judge.
 _OTHER_WORK: Final = ("device", "ranks", "batch_size")
-"""With another of these a step is other work. A changed model, precision or strategy is what a gate has to judge."""
 
 
 @dataclass(frozen=True)

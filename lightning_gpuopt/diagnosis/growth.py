@@ -14,14 +14,12 @@ from lightning_gpuopt.measurements.phases import GPU_WORK, WindowRecord
 _MIN_RECORDS: Final = 6
 _MIN_SLOW_RECORDS: Final = 3
 _MIN_GROWTH: Final = 0.1  # the last third takes longer than the first by this share
+# so many times the usual scatter, from record to record, lies between the first third and the last
 _OVER_NOISE: Final = 4.0
-"""So many times the usual scatter, from record to record, lies between the first third and the last."""
-
 _BACK: Final = 0.25  # a record that has come back to this share of the growth, or less, ends what was slow before it
 _BEGUN: Final = 0.1
+# where more of the records before the growth were slow as well, the steps come and go: a pattern, no growth
 _SLOW_BEFORE: Final = 0.2
-"""Where more of the records before the growth were slow as well, the steps come and go: a pattern, no growth."""
-
 _LONG_S: Final = 10.0
 _RISES: Final = 0.9
 _FEW_RECORDS: Final = 5

@@ -11,18 +11,15 @@ from lightning_gpuopt.diagnosis.record import Hint
 __all__ = ["PaddedBatch", "RunSettings", "hints_of", "padding_hints"]
 
 _MOSTLY_WORK: Final = 0.5  # where the GPU works for a smaller share of the time, faster kernels bring little
+# compute capabilities: Volta has tensor cores for float16; Ampere for bfloat16 and TF32 as well
 _TENSOR_CORES: Final = (7, 0)
 _BFLOAT16: Final = (8, 0)
-"""Compute capabilities: Volta has tensor cores for float16; Ampere for bfloat16 and TF32 as well."""
-
 _LOOKS: Final = 4  # batches that must have been looked at before their shapes count as fixed
+# share of the multiprocessors at work, 0-100 %, below which larger batches are likely to make better use of them
 _LITTLE_ACTIVITY: Final = 60.0
-"""Share of the multiprocessors at work, 0-100 %, below which larger batches are likely to make better use of them."""
-
+# a batch may grow until so much of the memory is in use; a limit that is reached to this share is in the way
 _LARGER: Final = 1.5
 _FILLED: Final = 0.9
-"""A batch may grow until so much of the memory is in use; a limit that is reached to this share is in the way."""
-
 _NO_LARGER_BATCH: Final = 8.0  # beyond that the estimate says no more than: much larger
 
 

@@ -9,9 +9,8 @@ from lightning_gpuopt.diagnosis.record import Hint
 from lightning_gpuopt.measurements.kernels import StepKernels
 
 _WORTH: Final = 0.1  # share of the GPU's work from which on a kind of kernel is worth a hint
+# TF32 is at most 8x float32 on an A100, 7x on an H100, less on others (NVIDIA's data sheets); memory may limit it
 _TENSOR_CORES_FASTER: Final = 8.0
-"""TF32 is at most 8x float32 on an A100, 7x on an H100, less on others (NVIDIA's data sheets); memory may limit it."""
-
 _CHAINS: Final = 0.3
 _MANY_LAUNCHES: Final = 20
 

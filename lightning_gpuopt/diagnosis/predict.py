@@ -15,8 +15,8 @@ SPREADS: Final = {"workers": 0.04, "without": 0.07, "storage": 0.14}
 """By what is advised: how far what came was from what was expected, in nine of ten runs. ``python -m evaluation
 --predictions`` measures it in drawn runs, of which one half gives these figures, and the other checks the intervals."""
 
+# phases that are a step's own work, but for what stopped it
 _STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
-"""Phases that are a step's own work, but for what stopped it."""
 
 
 def loader_model(measurement: Measurement) -> LoaderModel | None:

@@ -42,8 +42,8 @@ class Finding:
     confidence: Literal["high", "medium", "low"] | None = None
 
 
+# share of wall time, and how the finding is made if that is enough
 Candidate: TypeAlias = tuple[float, Callable[[], Finding]]
-"""Share of wall time, and how the finding is made if that is enough."""
 
 
 @dataclass(frozen=True)

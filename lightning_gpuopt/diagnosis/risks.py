@@ -14,12 +14,10 @@ from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import RiskInputs
 
 _PROCESS_GROWN: Final = 64 * MIB
+# memory of the training process grows at the end by this share of what it grew by at the beginning, or the inverse
 _EVEN: Final = 0.5
-"""Memory of the training process grows at the end by this share of what it grew by at the beginning, or the inverse."""
-
+# readings, after a third of the run, that must show it where no container is known to grow: allocators take long
 _LEAST_UNNAMED: Final = 20
-"""Readings, after a third of the run, that must show it where no container is known to grow: allocators take long."""
-
 _LEAST: Final = 12
 _FEW: Final = 4
 """Readings that must show that /dev/shm or descriptors are used up: the first batches take some of both. A few suffice

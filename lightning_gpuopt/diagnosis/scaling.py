@@ -23,9 +23,8 @@ from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
 
 _BUCKET_BYTES: Final = 25 << 20  # DDP's default ``bucket_cap_mb``
 _BACKWARD: Final = 2 / 3  # share of a step's own work that the backward pass takes, beside which gradients are reduced
+# what DDP's hooks, Lightning's broadcast before each step, and the wait for the slowest rank take of a step
 _STEP_OVERHEAD_S: Final[Interval] = (1e-4, 4e-4, 1e-3)
-"""What DDP's hooks, Lightning's broadcast before each step, and the wait for the slowest rank take of a step."""
-
 _AS_IT_IS: Final = WhatIf()
 
 _COUNTS: Final = 0.05  # from this share of a step's own work on the reduction is what limits it
@@ -41,12 +40,12 @@ class Link:
     own_cpus: bool = False  # whether each GPU is on a machine of its own
 
 
+# links where none is given: NVLink 3-4, PCIe 3-5 x16 with and without peer copies, Ethernet of 10, 25, 100 Gbit/s
 ASSUMED: Final = (
     Link("NVLink", (80.0, 150.0, 300.0), (1.5e-5, 3e-5, 6e-5)),
     Link("PCIe", (6.0, 12.0, 24.0), (3e-5, 5e-5, 1e-4)),
     Link("network", (1.0, 2.5, 10.0), (5e-5, 1e-4, 3e-4), own_cpus=True),
 )
-"""Links where none is given: NVLink 3-4, PCIe 3-5 x16 with and without peer copies, Ethernet of 10, 25, 100 Gbit/s."""
 
 
 def given_link(gb_per_s: float) -> Link:

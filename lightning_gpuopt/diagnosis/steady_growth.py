@@ -9,9 +9,8 @@ from itertools import accumulate, combinations, pairwise
 from typing import Final
 
 _MOST_POINTS: Final = 60  # points that are looked at, evenly spread: the slopes between all pairs are compared
+# the last third grows at least by this share of what the one before it grew by; less is coming to rest
 _STILL: Final = 0.25
-"""The last third grows at least by this share of what the one before it grew by; less is coming to rest."""
-
 _ONE_STEP: Final = 0.4  # a step that makes up more of the whole growth was a single event
 _OFTEN: Final = 0.3  # share of the readings that must have grown
 

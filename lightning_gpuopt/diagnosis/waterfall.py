@@ -21,14 +21,12 @@ from lightning_gpuopt.measurements.phases import (
     PhaseTimes,
 )
 
+# NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps
 ENOUGH_S: Final = 5.0
-"""NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps."""
-
 _COVERED: Final = 0.5  # a run that is shorter than that has to be covered to this share
 _SURE: Final = 0.12  # without a look, less idle time than this share lies within the error of a few of NVML's readings
+# what the diagnosis itself costs is no fault of the run's; where it is much, the report says it in a note
 _OWN: Final = "StallDetector."
-"""What the diagnosis itself costs is no fault of the run's; where it is much, the report says it in a note."""
-
 _SYNCS_A_STEP: Final = 0.5  # the user's code waits for the GPU in every second step or more often
 
 

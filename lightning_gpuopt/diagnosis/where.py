@@ -15,9 +15,8 @@ from lightning_gpuopt.measurements.phases import FIRST_FETCH
 
 _MAX_PLACES: Final = 20
 
+# packages whose code runs where something is fetched from elsewhere
 _NETWORK: Final = ("fsspec", "s3fs", "gcsfs", "adlfs", "boto3", "botocore", "urllib3", "requests", "aiohttp", "httpx")
-"""Packages whose code runs where something is fetched from elsewhere."""
-
 _LOCAL: Final = "fsspec/implementations/local.py"
 
 _DOWNLOADS: Final = [each for row in LIBRARIES for each in row.downloads.items()]

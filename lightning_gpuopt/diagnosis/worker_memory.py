@@ -17,20 +17,18 @@ from lightning_gpuopt.measurements.risks import CopiedObject, RiskInputs, Worker
 _SEEN: Final = 8 * MIB  # a worker has grown by at least so much
 _MUCH: Final = 64 * MIB  # what each worker will have taken in all; less matters where it is a share of the limit
 _SHARE: Final = 0.05  # of the limit, over all workers
+# growth that is no copy is reported where it is as even as this: allocators come to rest, and caches fill up
 _EVEN: Final = 0.6
-"""Growth that is no copy is reported where it is as even as this: allocators come to rest, and caches fill up."""
-
 _SHORT_S: Final = 20.0
 _FEW: Final = 4
 """In less time, and of fewer readings than else, a leak is reported where workers have taken as much as is left, or
 where it keeps something of each sample, and they have grown by much already."""
 
 _EACH: Final = 0.9  # entries for each sample: nothing is found in it that was read before
+# what a worker has copied, as a share of the objects that it is put down to; their size is an estimate
 _EXPLAINED: Final = (0.25, 1.5)
-"""What a worker has copied, as a share of the objects that it is put down to; their size is an estimate."""
-
+# where more of the growth is new memory, the worker allocates: a page that it copies it had before, shared
 _ALLOCATED: Final = 0.5
-"""Where more of the growth is new memory, the worker allocates: a page that it copies it had before, shared."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from lightning_gpuopt.doctor.facts import DataFacts, ReadRates
 
 __all__ = ["data_check", "lmdb_check"]
 
+# files up to this size cost more to find and open than to read
 _SMALL_KIB: Final = ("4_kib", "16_kib", "64_kib", "128_kib")
-"""Files up to this size cost more to find and open than to read."""
-
+# a worker that is faster by this factor from an LMDB, decoding included, makes the conversion worth its while
 _WORTH_IT: Final = 1.5
-"""A worker that is faster by this factor from an LMDB, decoding included, makes the conversion worth its while."""
 
 
 def data_check(data: DataFacts) -> Check:

@@ -11,12 +11,10 @@ from lightning_gpuopt.telemetry.health import GpuHealth, NvmlHealth
 
 __all__ = ["copies_check", "count_of_gpus", "gpu_checks", "link_gb_s", "torch_check", "visible_check"]
 
+# what a lane of each generation of PCIe carries in one direction, after its line code (GB/s; PCI-SIG)
 _LANE_GB_S: Final = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-"""What a lane of each generation of PCIe carries in one direction, after its line code (GB/s; PCI-SIG)."""
-
+# pinned copies that reach less than this share of their link are worth a look; 80 to 90 % is usual
 _SLOW_COPIES: Final = 0.5
-"""Pinned copies that reach less than this share of their link are worth a look; 80 to 90 % is usual."""
-
 _LOWER_LIMIT: Final = 0.95  # a power limit below this share of the board's default is somebody's setting
 _OTHERS_PERCENT: Final = 10.0  # memory or time of a GPU that another program holds
 

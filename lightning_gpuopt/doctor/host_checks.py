@@ -18,13 +18,12 @@ _CPUS_A_GPU: Final = 2.0  # one for the training process and one for a worker, a
 _BUSY_SHARE: Final = 0.5  # where less than this share of the CPUs is idle, others use them
 _THROTTLED_PERCENT: Final = 5.0
 
+# Docker's 64 MiB hold not even a batch or two; 16 workers with two batches of 20 MB each need 640 MB
 _MIN_SHM_MIB: Final = 1024
-"""Docker's 64 MiB hold not even a batch or two; 16 workers with two batches of 20 MB each need 640 MB."""
-
 _MIN_MEMORY_MIB: Final = 2048
 
+# tensors in a batch, for an estimate: images and labels are two, a detection or text batch has more
 _TENSORS: Final = 8
-"""Tensors in a batch, for an estimate: images and labels are two, a detection or text batch has more."""
 
 
 def host_checks(host: HostFacts, torch: TorchFacts | None, gpus: int) -> Iterator[Check]:

@@ -14,6 +14,7 @@ _COMPROMISED: Final = ("2.6.2", "2.6.3")  # of lightning: uploads that were not 
 _MIN_CUDA_OF_DALI: Final = 12  # major version of CUDA of the oldest DALI that the extras install
 _DALI: Final = re.compile(r"nvidia-dali-cuda(\d+)0")
 
+# names of distributions
 LOOKED_AT: Final = (
     "torch",
     "lightning",
@@ -25,7 +26,6 @@ LOOKED_AT: Final = (
     "nvidia-dali-cuda120",
     "nvidia-dali-cuda130",
 )
-"""Names of distributions."""
 
 
 def version_checks(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Iterator[Check]:

@@ -25,13 +25,13 @@ from PIL import Image
 from lightning_gpuopt.utils.console_progress import ConsoleProgress
 from lightning_gpuopt.utils.user_cache import UserCache
 
+# formats that PIL recognises, and cannot decode by itself
 _NOT_READ: Final = frozenset(("BUFR", "GRIB", "HDF5", "MPEG", "WMF", "EPS"))
-"""Formats that PIL recognises, and cannot decode by itself."""
+# from so many files on the list of them is kept: below, listing them again takes a moment only
 CACHE_FROM: Final = 20_000
-"""From so many files on the list of them is kept: below, listing them again takes a moment only."""
 _CACHE_VERSION: Final = 2
+# a folder changed so shortly before it was listed may change again without a new time of change
 _RECENT_NS: Final = 2_000_000_000
-"""A folder changed so shortly before it was listed may change again without a new time of change."""
 _THREADS: Final = 8  # a network file system answers several at a time
 _SIZES: Final = 512  # files looked at to know about how large they all are
 

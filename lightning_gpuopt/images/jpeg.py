@@ -12,15 +12,13 @@ import simplejpeg
 
 MAGIC: Final = b"\xff\xd8\xff"
 ORIENTATION: Final = 0x0112  # EXIF's tag
+# what simplejpeg raises of files that it does not know, or finds damaged: PIL decides
 UNSURE: Final = (ValueError, KeyError)
-"""What simplejpeg raises of files that it does not know, or finds damaged: PIL decides."""
-
 _FRAMES: Final = (0xC0, 0xC1, 0xC2)
 _PROGRESSIVE: Final = 0xC2
 _SCAN: Final = 0xDA
+# markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment
 _COMMON: Final = frozenset({*_FRAMES, 0xC4, _SCAN, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
-"""Markers of segments: frames, Huffman and quantization tables, restart interval, applications' data, comment."""
-
 _XMP: Final = b"tiff:Orientation"
 _FRAME = struct.Struct(">BHHB")  # precision, height, width and components, behind marker and length
 _FRAME_SIZE = struct.Struct(">HH")

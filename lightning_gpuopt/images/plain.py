@@ -6,25 +6,21 @@ import re
 import struct
 from typing import Final
 
+# of a PNG with at most 8 bits a sample: bits, type of colour, compression, filter, interlaced or not
 _PNG_HEADER: Final = re.compile(
     rb"\x89PNG\r\n\x1a\n\0\0\0\rIHDR.{8}([\1\2\4\x08][\0\3]|\x08[\2\4\6])\0\0[\0\1]", re.DOTALL
 )
-"""Of a PNG with at most 8 bits a sample: bits, type of colour, compression, filter, interlaced or not."""
-
+# chunks that change no pixel for any decoder: not APNG's, of which decoders show other frames, nor EXIF's
 _PNG_CHUNKS: Final = frozenset(
     b"IHDR PLTE IDAT tRNS gAMA cHRM sRGB iCCP cICP sBIT bKGD hIST pHYs tIME tEXt zTXt iTXt".split()
 )
-"""Chunks that change no pixel for any decoder: not APNG's, of which decoders show other frames, nor EXIF's."""
-
 _PNG_METADATA: Final = re.compile(b"(?i)exif|xmp|raw profile")  # in the keyword of a text which may turn the image
 _KEYWORD: Final = 79  # bytes at most
 
+# the beginning of a BMP of 24 bits that is not compressed
 _PLAIN_BMP: Final = re.compile(rb"BM.{12}[\x28\x34\x38\x6c\x7c]\0\0\0.{8}\x01\0\x18\0\0\0\0\0", re.DOTALL)
-"""The beginning of a BMP of 24 bits that is not compressed."""
-
+# chunks of a WebP that is one image, and not turned
 _WEBP_CHUNKS: Final = frozenset((b"VP8 ", b"VP8L", b"VP8X", b"ALPH", b"ICCP"))
-"""Chunks of a WebP that is one image, and not turned."""
-
 _CHUNK_OF_WEBP: Final = struct.Struct("<4sI")
 _CHUNK_OF_PNG: Final = struct.Struct(">I4s")
 

@@ -12,8 +12,8 @@ from typing import Any, Final
 _MAX_OBJECTS: Final = 4_000
 _MAX_ITEMS: Final = 256
 _LEAVES: Final = (type, ModuleType, str, bytes, int, float, memoryview, threading.local)
+# packages whose objects hold no threads of a loader, but may lead far away
 _LARGE: Final = ("torch", "numpy", "pyarrow", "pandas", "lightning", "pytorch_lightning", "logging")
-"""Packages whose objects hold no threads of a loader, but may lead far away."""
 
 
 def helpers_of(*roots: Any) -> tuple[list[threading.Thread], list[Any]]:

@@ -59,8 +59,8 @@ class LoaderSubscriber(Protocol):
         """A loader was made ready; it is not iterated yet."""
 
 
+# makes an iterator: by the function that it is called with, or without one as the loader itself does
 Create = Callable[..., Any]
-"""Makes an iterator: by the function that it is called with, or without one as the loader itself does."""
 
 
 @runtime_checkable

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+# in a process whose samples are recorded: gives the keys of a batch, and notes each as it is taken
 noted: Callable[[Sequence[Any]], Iterable[Any]] | None = None
-"""In a process whose samples are recorded: gives the keys of a batch, and notes each as it is taken."""
 
 
 def each_of(keys: Sequence[Any]) -> Iterable[Any]:

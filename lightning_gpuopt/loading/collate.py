@@ -107,12 +107,12 @@ def _stacked(tensors: list[Any]) -> torch.Tensor:
     return out
 
 
+# elements from which on torch copies in several threads (its ``at::internal::GRAIN_SIZE``)
 _PARALLEL_FROM: Final = 1 << 15
-"""Elements from which on torch copies in several threads (its ``at::internal::GRAIN_SIZE``)."""
 
 
+# by their bytes, dtypes that numpy knows: it does not know all of torch's
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""By their bytes, dtypes that numpy knows: it does not know all of torch's."""
 
 
 def is_plain(tensor: Any) -> bool:

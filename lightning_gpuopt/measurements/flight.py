@@ -14,17 +14,15 @@ SETS_UP: Final = "set-up"  # a rank does something outside of its batches: it be
 TRAINS: Final = "train"  # a rank is in a training batch, or fetches one
 VALIDATES: Final = "validation"  # a rank is in an evaluation batch, or fetches one
 SAVES: Final = "save"  # a rank saves a checkpoint
+# at the end of a run's name: it is no more than an exception that has ended a process outside of ``fit``
 OUTSIDE_OF_FIT: Final = "-outside"
-"""At the end of a run's name: it is no more than an exception that has ended a process outside of ``fit``."""
-
+# Python's and torch's, in which an exception says that another process's end of a line is gone
 PIPE_FILES: Final = ("connection.py", "reductions.py", "reduction.py", "resource_sharer.py")
-"""Python's and torch's, in which an exception says that another process's end of a line is gone."""
-
+# what a ring's log has of each reading of a worker, after the number of its ring
 OF_A_WORKER: Final = ("rss", "private", "faults", "samples", "files", "files_limit")
-"""What a ring's log has of each reading of a worker, after the number of its ring."""
-
 Doing = Literal["starts", "waits", "reads", "collates", "set-up", "train", "validation", "save"]
 
+# events of a record, each with the keys that it has beside ``t`` (Unix time in seconds) and ``event``
 EVENTS: Final = {
     "exception": "type, message, where (in the user's own code), frames (innermost last, 'name (file:line)'), of a "
     "dataset also index, or the batch's indices",
@@ -33,7 +31,6 @@ EVENTS: Final = {
     "uneven_ranks": "batches: numbers of batches of an epoch by rank",
     "collective": "entries of torch's NCCL flight recorder, oldest first",
 }
-"""Events of a record, each with the keys that it has beside ``t`` (Unix time in seconds) and ``event``."""
 
 
 @dataclass(frozen=True)

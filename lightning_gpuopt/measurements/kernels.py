@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+# kinds of work; ``"matmul"`` is without tensor cores
 KERNEL_KINDS: Final = (
     "matmul_tensor_core",
     "matmul",
@@ -18,7 +19,6 @@ KERNEL_KINDS: Final = (
     "communication",
     "other",
 )
-"""Kinds of work; ``"matmul"`` is without tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)

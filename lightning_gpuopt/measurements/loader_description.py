@@ -16,14 +16,12 @@ LoaderKind = Literal["torch", "stateful", "litdata", "mds", "webdataset", "nodes
 - ``iterable``: any other object that can be iterated.
 """
 
+# kinds that have no DataLoader, and so none of its settings
 WITHOUT_SETTINGS: Final = ("nodes", "pipeline", "iterable")
-"""Kinds that have no DataLoader, and so none of its settings."""
-
 Work = Literal["processes", "threads", "training process"]
 
+# what this package can change for a loader; the last is CudaPrefetcher's
 SETTINGS: Final = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch")
-"""What this package can change for a loader; the last is CudaPrefetcher's."""
-
 NOW: Final = "now"
 NEXT: Final = "with the next iterator"
 

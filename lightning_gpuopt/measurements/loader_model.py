@@ -22,16 +22,13 @@ _MAX_USED: Final = 0.9  # highest planned utilization of the workers
 _MAX_WORKERS: Final = 32
 _MAX_WORKERS_PER_CPU: Final = 8
 
+# spare share of the workers' time for even batches; uneven ones need more, as a queue builds up behind slow ones
 _SPARE: Final = 0.1
 _SPARE_FOR_UNEVEN: Final = 0.5
-"""Spare share of the workers' time for even batches; uneven ones need more, as a queue builds up behind slow ones."""
-
+# what it costs the training process to take a batch from a worker: 0.6-1.2 ms were measured on a small machine
 _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
-"""What it costs the training process to take a batch from a worker: 0.6-1.2 ms were measured on a small machine."""
-
+# a batch passes through shared memory once; touching fresh pages runs at about this rate
 _COPY_BYTES_PER_S: Final = 2e9
-"""A batch passes through shared memory once; touching fresh pages runs at about this rate."""
-
 STEP_SPREAD: Final = 0.04  # relative difference of the step time between runs of the same work
 MIN_SPREAD: Final = 0.08  # least relative uncertainty, to either side, of a prediction for workers on a shared machine
 

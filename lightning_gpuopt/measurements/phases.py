@@ -22,17 +22,15 @@ PHASES: Final = (
 )
 
 BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")  # phases that are no part of a training step
+# Lightning's broadcast before each step under several ranks: whether a signal told it to stop
 SIGNAL_BROADCAST: Final = "signal_broadcast"
-"""Lightning's broadcast before each step under several ranks: whether a signal told it to stop."""
-
+# the first fetch of an epoch, a part of ``epoch_setup``: what the workers do until there is a batch
 FIRST_FETCH: Final = "first_fetch"
-"""The first fetch of an epoch, a part of ``epoch_setup``: what the workers do until there is a batch."""
-
+# Python's collector at work on the training thread, which does nothing else meanwhile
 GARBAGE_COLLECTION: Final = "garbage_collection"
-"""Python's collector at work on the training thread, which does nothing else meanwhile."""
-
 RECOMPILATION: Final = "recompilation"  # torch.compile at work, which the training thread waits for
 GPU_WORK: Final = "gpu_work"  # the part of a window in which the GPU ran the steps' own work
+# hooks that are called in every training step; the others lie between steps
 STEP_HOOKS: Final = frozenset(
     {
         "on_train_batch_start",
@@ -45,7 +43,6 @@ STEP_HOOKS: Final = frozenset(
         "on_after_batch_transfer",
     }
 )
-"""Hooks that are called in every training step; the others lie between steps."""
 
 
 @dataclass(frozen=True, slots=True)

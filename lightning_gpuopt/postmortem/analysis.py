@@ -40,12 +40,10 @@ _BY_EXCEPTION: Final[Mapping[str, tuple[Ended, int | None]]] = {
 }
 _FROM_OUTSIDE: Final = ("interrupted", "terminated", "killed")
 _TOLD_TO_END: Final = ("interrupted", "terminated")  # how somebody ends a run that hangs
+# without progress for so long, and for ten times the longest so far, what a run may wait for is worth saying
 _QUIET_S: Final = 5.0
-"""Without progress for so long, and for ten times the longest so far, what a run may wait for is worth saying."""
-
+# what torch raises for a process that it has started and that has failed
 _OF_FORKED: Final = {"ProcessRaisedException", "ProcessExitedException"}
-"""What torch raises for a process that it has started and that has failed."""
-
 _TOGETHER_S: Final = 60.0  # within this time all ranks of a run begin
 _TIME_OUT: Final = re.compile(r"timed? ?-?out", re.IGNORECASE)
 

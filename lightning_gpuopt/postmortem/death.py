@@ -12,25 +12,21 @@ from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.record import Process
 from lightning_gpuopt.postmortem.stacks import crashed_thread, own_frame
 
+# it has a reason of its own: an exception, a signal that faulthandler or the parent named, an exit code
 PLAIN: Final = 0
-"""It has a reason of its own: an exception, a signal that faulthandler or the parent named, an exit code."""
-
 SILENT: Final = 1  # the process vanished without a word
+# an exception that another process's end causes: a lost connection, a time-out of a collective, SIGTERM
 ECHO: Final = 2
-"""An exception that another process's end causes: a lost connection, a time-out of a collective, SIGTERM."""
-
 WRITES_EVERY_S: Final = 0.5  # a process that is alive has written within this time
 SOON_S: Final = 30.0  # a worker's death is what ended its rank if that ended so soon after it
+# a process that was told to end is killed at last: so long after the signal it is still the signal that ended it
 GRACE_S: Final = 60.0
-"""A process that was told to end is killed at last: so long after the signal it is still the signal that ended it."""
-
+# exceptions that Lightning, or Python, makes an exit code of
 ENDS_BY_ITSELF: Final = ("KeyboardInterrupt", "SIGTERMException", "SystemExit")
-"""Exceptions that Lightning, or Python, makes an exit code of."""
-
+# signals that are sent to all processes of a run; a worker's end by one is not the worker's own
 TO_ALL: Final = frozenset((signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT))
-"""Signals that are sent to all processes of a run; a worker's end by one is not the worker's own."""
-
 _FILE: Final = re.compile(r"\((?P<file>.*):\d+\)$")
+# what gloo, NCCL and torch's stores say where another rank has gone, or does not come
 _LOST: Final = re.compile(
     r"connection (was )?(reset|closed|refused|aborted)|connection lost|broken pipe|(reset|closed) by (remote )?peer|"
     r"\bnccl(Remote|System|Internal)Error|NCCL (communicator|watchdog|timeout)|gloo.*(timed? ?out|op\.preamble)|"
@@ -40,7 +36,6 @@ _LOST: Final = re.compile(
     r"caused pair closure",
     re.IGNORECASE | re.DOTALL,
 )
-"""What gloo, NCCL and torch's stores say where another rank has gone, or does not come."""
 
 
 @dataclass(frozen=True)

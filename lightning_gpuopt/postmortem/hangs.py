@@ -281,11 +281,11 @@ def _why_rank(stuck: _Rank, ranks: Sequence[_Rank], uneven: Uneven | None) -> tu
     return "", "look at the line above: what it waits for does not come."
 
 
+# for ranks with different numbers of batches
 UNEVEN_ADVICE: Final = (
     "give every rank the same number of batches: drop_last=True with a DistributedSampler, limit_train_batches=N, or "
     "cut an IterableDataset to the same length on each rank; torch's Join context lets ranks end early."
 )
-"""For ranks with different numbers of batches."""
 
 
 def _why_worker(worker: FlightRecord, frames: Sequence[Frame], wait: str) -> tuple[str, str]:

@@ -10,9 +10,8 @@ from lightning_gpuopt.measurements.flight import FlightRecord, MemoryReading
 from lightning_gpuopt.postmortem.wording import size
 
 _MOST_POINTS: Final = 20
+# a reading this long after the end may still be from before it: it is rounded to when it was read
 _READ_EVERY_S: Final = 1.0
-"""A reading this long after the end may still be from before it: it is rounded to when it was read."""
-
 _NEAR_LIMIT: Final = 0.9
 _LITTLE_AVAILABLE: Final = 512 * 2**20  # bytes available on the machine below which the kernel may end a process
 _LITTLE_SHM: Final = 8 * 2**20

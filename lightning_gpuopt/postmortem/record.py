@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 from lightning_gpuopt.utils.whole_file import write_whole
 
 FILE: Final = "post-mortem.json"  # its name in a report's folder
+# what ended a run. ``exited``: a non-zero exit code without an exception; ``aborted``: SIGABRT, SIGFPE or SIGILL.
 Ended = Literal[
     "ok",
     "exception",
@@ -26,7 +27,6 @@ Ended = Literal[
     "hang",
     "unknown",
 ]
-"""What ended a run. ``exited``: a non-zero exit code without an exception; ``aborted``: SIGABRT, SIGFPE or SIGILL."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ _STANDARD_LIBRARY: Final = re.compile(r"[/\\]lib(64)?[/\\]python\d[\d.]*t?[/\\](
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _OURS: Final = str(Path(__file__).parents[1]) + os.sep
 
+# fatal signals by what faulthandler calls them
 _SIGNALS: Final = {
     "segmentation fault": signal.SIGSEGV,
     "bus error": signal.SIGBUS,
@@ -28,8 +29,7 @@ _SIGNALS: Final = {
     "floating point exception": signal.SIGFPE,
     "illegal instruction": signal.SIGILL,
 }
-"""Fatal signals by what faulthandler calls them."""
-
+# functions of ``torch.distributed`` in which a rank waits for others
 COLLECTIVES: Final = frozenset(
     (
         *("all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "broadcast_object_list", "all_gather"),
@@ -39,7 +39,6 @@ COLLECTIVES: Final = frozenset(
         *("_store_based_barrier", "_verify_param_shape_across_processes", "_sync_module_states", "_sync_buffers"),
     )
 )
-"""Functions of ``torch.distributed`` in which a rank waits for others."""
 
 
 @dataclass(frozen=True, slots=True)

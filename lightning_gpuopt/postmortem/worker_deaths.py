@@ -29,9 +29,8 @@ from lightning_gpuopt.postmortem.death import (
 from lightning_gpuopt.postmortem.record import Process
 from lightning_gpuopt.postmortem.stacks import crash_signal, traceback_frame
 
+# exceptions that end a worker: torch hands over what is an ``Exception``
 _NOT_HANDED_OVER: Final = ("SystemExit", "KeyboardInterrupt", "GeneratorExit")
-"""Exceptions that end a worker: torch hands over what is an ``Exception``."""
-
 _DIED: Final = re.compile(r"DataLoader worker \(pid(?:\(s\))? (?P<pids>[\d, ]+)\)")
 _CAUGHT: Final = re.compile(r"Caught (?P<type>\w+) in DataLoader worker process (?P<worker>\d+)")
 _TIMED_OUT: Final = re.compile(r"DataLoader timed out after")

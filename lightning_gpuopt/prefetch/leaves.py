@@ -23,10 +23,10 @@ class Movable(ABC):  # noqa: B024
 
 
 MOVABLE: Final = (torch.Tensor, Movable)  # tensors first: they are found without asking the class
+# of tensors that have nothing beside their memory, shape and strides
 _DTYPES: Final = frozenset(
     value for value in vars(torch).values() if isinstance(value, torch.dtype) and not value.is_complex
 ) - {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-"""Of tensors that have nothing beside their memory, shape and strides."""
 
 
 class Found:

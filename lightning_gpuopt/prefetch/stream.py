@@ -69,8 +69,8 @@ class Streams:
         return False
 
 
+# streams on which batches are copied to a device: whoever uses a batch's memory again waits for them, too
 copy_streams: Final[weakref.WeakSet[torch.cuda.Stream]] = weakref.WeakSet()
-"""Streams on which batches are copied to a device: whoever uses a batch's memory again waits for them, too."""
 
 
 class CudaStreams(Streams):

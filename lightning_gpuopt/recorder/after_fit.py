@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 _MAX_CAUSES: Final = 16
 
+# the last ``fit`` that has failed: its ring, and its exception as its log has it
 _failed: list[tuple[Ring, dict[str, Any]]] = []
-"""The last ``fit`` that has failed: its ring, and its exception as its log has it."""
 
 
 def watch_this_process() -> None:

@@ -46,15 +46,13 @@ from lightning_gpuopt.utils.replacement import Replacement
 log = logging.getLogger(__name__)
 
 _BEATS_A_SECOND: Final = round(1 / BEAT_S)
+# variables that are the same for all ranks of a run, and other in the next one
 _JOB: Final = (
     *("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
 )
-"""Variables that are the same for all ranks of a run, and other in the next one."""
-
+# where the user's own code of a phase begins
 _METHODS: Final = {"forward": ["training_step"], "validation": ["validation_step"]}
-"""Where the user's own code of a phase begins."""
-
 _DOING: Final = AT["doing"]
 _SLOT: Final = AT["slot"]
 _SINCE: Final = AT["since_ns"]
@@ -63,18 +61,18 @@ _PROGRESS: Final = AT["progress_ns"]
 _LONGEST: Final = AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
 
+# how many of a stage have been recorded in this process, by the ranks that take part: these count alike
 _recorded: Counter[tuple[str, int]] = Counter()
-"""How many of a stage have been recorded in this process, by the ranks that take part: these count alike."""
 
 
 _FETCHES: Final = "data_wait"
+# the module's method for a batch, by the stage
 _STEPS_OF: Final = {
     "fit": "training_step",
     "validate": "validation_step",
     "test": "test_step",
     "predict": "predict_step",
 }
-"""The module's method for a batch, by the stage."""
 
 
 class FlightRecorder:

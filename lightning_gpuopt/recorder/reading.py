@@ -32,9 +32,8 @@ _SAMPLES: Final = AT["samples"]
 _BATCHES: Final = AT["batches_read"]
 _INDEX: Final = AT["index"]
 _SLOW_NS: Final = 30_000  # a sample that takes so long is worth the tenth of a microsecond that its note takes
+# keys of a batch that can be gone through as often as one likes. An iterator is used up by it.
 _PLAIN_BATCHES: Final = frozenset((list, tuple, range, np.ndarray, torch.Tensor))
-"""Keys of a batch that can be gone through as often as one likes. An iterator is used up by it."""
-
 _READS, _COLLATES, _WAITS = (DOING.index(each) for each in (READS, COLLATES, WAITS))
 
 

@@ -31,9 +31,8 @@ from lightning_gpuopt.measurements.flight import (
 RANK_BYTES: Final = 256 * 1024
 WORKER_BYTES: Final = 12 * 1024
 MAX_WORKERS: Final = 64
+# 1 MiB, and so is a file of them. Memory that is not written to takes none.
 TOTAL_BYTES: Final = RANK_BYTES + MAX_WORKERS * WORKER_BYTES
-"""1 MiB, and so is a file of them. Memory that is not written to takes none."""
-
 HEADER_BYTES: Final = 8192
 WORKER_HEADER_BYTES: Final = 4096  # a worker has no ``slots``
 _MAGIC: Final = b"GPUOPT02"
@@ -45,6 +44,7 @@ _NUMBERS: Final = (
     *("slot", "caught", "hang_ns", "keeps_per_mille"),
 )
 AT: Final = {name: at for at, name in enumerate(_NUMBERS)}  # where a number is among a ring's numbers
+# where a word begins, and how many bytes it may have
 _WORDS: Final[dict[str, tuple[int, int]]] = {
     "reads": (256, 512),
     "memory": (768, 192),
@@ -59,8 +59,6 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "leak": (3840, 256),
     "slots": (WORKER_HEADER_BYTES, HEADER_BYTES - WORKER_HEADER_BYTES),
 }
-"""Where a word begins, and how many bytes it may have."""
-
 NOT_KNOWN, NOT_CAUGHT, CAUGHT = range(3)  # what became of the exception that ended ``fit``
 DOING: Final[tuple[Doing, ...]] = (STARTS, WAITS, READS, COLLATES, SETS_UP, TRAINS, VALIDATES, SAVES)
 ENDED: Final = ("", "ok", "exception")

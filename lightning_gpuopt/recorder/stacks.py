@@ -29,9 +29,8 @@ from lightning_gpuopt.timeline.frames import innermost_frames, outwards
 ASK_SUFFIX: Final = ".ask"
 _POLL_S: Final = 0.02
 _ANSWER_S: Final = 3.0
+# a process that runs has beaten within this time: its ring is written to its file once a second
 _STOPPED_S: Final = 3.0
-"""A process that runs has beaten within this time: its ring is written to its file once a second."""
-
 _AT_ONCE: Final = 16  # training processes that are asked by signal at a time; each may take three seconds
 _BEGIN: Final = "Stacks of process "
 _END: Final = "End of stacks\n"

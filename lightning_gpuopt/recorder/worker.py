@@ -35,14 +35,12 @@ log = logging.getLogger(__name__)
 BEAT_S: Final = 0.25
 _FIRST_BEATS_S: Final = (0.01, 0.02, 0.04, 0.08)  # what ends a worker often does so at its first sample
 _LOOK_EVERY: Final = 4  # beats between two looks at the memory of the process
+# page faults, of 4 KiB or more each, after which it is looked at what grows; or so many bytes that are resident
 _GROWN: Final = 8 << 20
 _NEW_FAULTS: Final = 1024
-"""Page faults, of 4 KiB or more each, after which it is looked at what grows; or so many bytes that are resident."""
-
+# what a worker does with memory shows at its beginning: later it is looked at less often, unless it grows by much
 _AT_FIRST_S: Final = 120.0
 _LATER_S: Final = 5.0
-"""What a worker does with memory shows at its beginning: later it is looked at less often, unless it grows by much."""
-
 _MUCH: Final = 64 << 20
 
 _COST_AT_FIRST: Final = 100

@@ -33,8 +33,8 @@ from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack,
 Source = bytes | mmap.mmap
 ImageDecoder = Callable[..., Any]
 _Leaf = Callable[[Any, int, int], Any]
+# in place of a leaf's reader, for image files: the mode that an image is read in, None for photographs
 _Mode = str | None
-"""In place of a leaf's reader, for image files: the mode that an image is read in, None for photographs."""
 _Assemble = Callable[[list[Any]], Any]
 
 _INT = struct.Struct("<q")

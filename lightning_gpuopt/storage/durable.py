@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from typing import Final
 
+# errors of file systems (FUSE, CIFS) that have no such operation
 NOT_THERE: Final = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF)
-"""Errors of file systems (FUSE, CIFS) that have no such operation."""
 
 
 def write(path: Path, data: bytes) -> None:

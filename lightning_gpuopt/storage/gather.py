@@ -30,9 +30,8 @@ from lightning_gpuopt.storage.value import buffers, parse, sample_number
 
 Columns = Sequence[torch.Tensor]
 
+# the places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time
 _PLACES: Final = 1 << 20
-"""The places of so many records are kept, 16 bytes each: looking them up takes a tenth of a small batch's time."""
-
 _COPIED: Final = 4 << 20  # batches of up to so many bytes are copied out of maps, if the last one came from memory
 _MAPPED: Final = 1024  # shards of which the files are mapped in one stretch, at most
 _FEW: Final = 8  # files that are as quickly looked at as told apart

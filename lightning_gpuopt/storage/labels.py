@@ -22,9 +22,8 @@ from lightning_gpuopt.storage.format import LABEL_DTYPES, Shard
 from lightning_gpuopt.storage.shard import ANEW, COPY_AGAIN, open_file
 from lightning_gpuopt.storage.value import bytes_at, head_fields
 
+# keys of dicts under which labels are looked for; in tuples and lists it is the second part
 TARGETS: Final = ("label", "cls", "target", "labels", "targets")
-"""Keys of dicts under which labels are looked for; in tuples and lists it is the second part."""
-
 _SAMPLE_BYTES: Final = 16  # columns take at most so many bytes a sample
 _Column = tuple[int | str, bool]  # index or key of a part, and whether it is a bool
 

@@ -10,15 +10,13 @@ import struct
 from collections.abc import Iterator
 from typing import Any, Final
 
+# magic, format, size of a page, root of the main tree, number of the transaction
 _META: Final = struct.Struct("<16x II 16x I44x 40xQ 8x Q")
-"""Magic, format, size of a page, root of the main tree, number of the transaction."""
-
 _MAGIC: Final = 0xBEEFC0DE
 _FORMAT: Final = 1
 _PAGE: Final = struct.Struct("<10xHH2x")  # flags, and where the list of nodes ends
+# low and high half of the value's size (or of a page's number), flags, size of the key
 _NODE: Final = struct.Struct("<HHHH")
-"""Low and high half of the value's size (or of a page's number), flags, size of the key."""
-
 _BRANCH: Final = 0x01
 _ON_OTHER_PAGES: Final = 0x01
 _NO_PAGE: Final = (1 << 64) - 1

@@ -32,14 +32,12 @@ from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
 from lightning_gpuopt.storage.format import TABLE_HEAD, TABLE_MAGIC, Shard, table_bytes
 from lightning_gpuopt.storage.value import check, parse, sample_number
 
+# shards of which a process has the files open at once, at most; fewer where few open files are allowed
 MAX_OPEN: Final = 1024
-"""Shards of which a process has the files open at once, at most; fewer where few open files are allowed."""
-
 LARGE: Final = 64 << 10  # values of so many bytes and more are read, and not copied out of a map
 _DESCRIPTORS: Final = 4  # of a shard: its file, a large record table, and before Python 3.13 a map of each
+# a shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped
 TABLE_IN_MEMORY: Final = 1 << 20
-"""A shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped."""
-
 COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
 ANEW: Final = f"if the dataset was built anew meanwhile, open it again, else {COPY_AGAIN}"
 _CALLED: Final = {".tab": "the shard's record table", ".lab": "the file of the shard's labels"}

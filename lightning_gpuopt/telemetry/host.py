@@ -19,15 +19,12 @@ from lightning_gpuopt.telemetry.process import ProcessReading, read_process
 
 _READ_EVERY_S = 0.2
 
+# readings for which a worker's list of threads is kept; a thread that began since then is read from the next on
 _LIST_THREADS_EVERY = 5
-"""Readings for which a worker's list of threads is kept; a thread that began since then is read from the next on."""
-
+# a thread that computes, or waits for a CPU, for a smaller share of the time is not busy: it may only send batches
 _BUSY = 0.25
-"""A thread that computes, or waits for a CPU, for a smaller share of the time is not busy: it may only send batches."""
-
+# of a process's threads, by file: nanoseconds that each has computed, and has waited for a CPU
 _Times = dict[str, tuple[int, int]]
-"""Of a process's threads, by file: nanoseconds that each has computed, and has waited for a CPU."""
-
 _WAIT_PER_CPU_S = 200  # seconds of wait per second of CPU that a reading takes: 0.5 % of a core, up to the longest wait
 _MAX_WAIT_S = 20.0  # however much a reading took: a garbage collection that falls into one is not a cost of reading
 

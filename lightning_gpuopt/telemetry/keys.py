@@ -57,12 +57,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("temperature_c_max", "°C", "highest reading of temperature", "temperature_c", "max", "summary"),
 )
 
+# logged when more than one device is monitored, over all ranks
 CROSS_DEVICE: dict[str, str] = {
     "gpu/mean/utilization": "mean of the devices' mean utilizations, %",
     "gpu/min/utilization": "smallest of the devices' mean utilizations, %",
     "gpu/imbalance": "largest less smallest of the devices' mean utilizations, %",
 }
-"""Logged when more than one device is monitored, over all ranks."""
 
 
 def select_metrics(metrics: str | Sequence[str]) -> tuple[Metric, ...]:

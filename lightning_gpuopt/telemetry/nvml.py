@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 
 _UNDECIDED_S = 3.0  # how long the list of a device's absent metrics waits for the slower ones to show what they can do
 _LOST = (pynvml.NVML_ERROR_GPU_IS_LOST, pynvml.NVML_ERROR_RESET_REQUIRED)
+# errors that the same question would get again, so it is not asked again
 _NEVER = (
     pynvml.NVML_ERROR_NOT_SUPPORTED,
     pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
@@ -44,7 +45,6 @@ _NEVER = (
     pynvml.NVML_ERROR_INVALID_ARGUMENT,
     pynvml.NVML_ERROR_ARGUMENT_VERSION_MISMATCH,
 )
-"""Errors that the same question would get again, so it is not asked again."""
 
 
 class StopReading(Exception):

@@ -16,12 +16,10 @@ __all__ = ["NEIGHBOUR", "Failed", "Handles", "MetricSource", "Value", "make_sour
 
 _MIB = 1024 * 1024
 
+# NVML wants 100 ms between GPM samples; the rest is for a thread that wakes a little early against the last time
 _GPM_INTERVAL_S = 0.095
-"""NVML wants 100 ms between GPM samples; the rest is for a thread that wakes a little early against the last time."""
-
+# a utilization buffer without an entry for so long does not work; the drivers write one every 1/6 s or so
 _SILENT_BUFFER_S = 2.0
-"""A utilization buffer without an entry for so long does not work; the drivers write one every 1/6 s or so."""
-
 _HEAT_OR_BRAKE = (
     pynvml.nvmlClocksThrottleReasonSwThermalSlowdown
     | pynvml.nvmlClocksThrottleReasonHwThermalSlowdown
@@ -110,6 +108,7 @@ def _pcie_mib_s(handles: Handles, counter: int) -> float:
     return float(pynvml.nvmlDeviceGetPcieThroughput(handles.own, counter)) / 1024
 
 
+# readings that are one call for one number
 _POINTS: Mapping[str, Callable[[Handles], float]] = {
     "power_w": lambda h: pynvml.nvmlDeviceGetPowerUsage(h.own) / 1000,
     "power_limit_w": lambda h: pynvml.nvmlDeviceGetEnforcedPowerLimit(h.own) / 1000,
@@ -134,7 +133,6 @@ _POINTS: Mapping[str, Callable[[Handles], float]] = {
         h.own, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     ),
 }
-"""Readings that are one call for one number."""
 
 
 class MetricSource:

@@ -30,12 +30,10 @@ _MODULE_HOOKS: Final = {
     "train_dataloader": "epoch_setup",
 }
 
+# a batch is brought on its way to the device before its turn, on a stream of its own
 COPY_AHEAD: Final = "[CudaPrefetcher].copy_ahead"
-"""A batch is brought on its way to the device before its turn, on a stream of its own."""
-
+# its turn has come: the stream of the computation waits for its copy
 WAIT_FOR_COPY: Final = "[CudaPrefetcher].wait_for_copy"
-"""Its turn has come: the stream of the computation waits for its copy."""
-
 _PLAIN_ACTIONS: Final = {
     COPY_AHEAD: "transfer",
     WAIT_FOR_COPY: "transfer",

@@ -17,45 +17,38 @@ from lightning_gpuopt.measurements.code_location import Call, short
 
 _Result = TypeVar("_Result")
 
+# code, its file (code objects of two files may be equal), line, and the transform that a container called here
 RawFrame = tuple[CodeType, str, int, str]
-"""Code, its file (code objects of two files may be equal), line, and the transform that a container called here."""
-
 _LIBRARIES: Final = ("torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_gpuopt")
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _NOTEBOOK: Final = ("<ipython-input", "<python-input", "<stdin>", "<console>", "<doctest")
 
+# where the training loop and the loader's own machinery lie: what is around them on a stack is not looked at
 _LOOPS: Final = {
     "torch": ("utils/data/",),
     "lightning": ("pytorch/loops/", "pytorch/trainer/", "pytorch/utilities/"),
     "pytorch_lightning": ("loops/", "trainer/", "utilities/"),
 }
-"""Where the training loop and the loader's own machinery lie: what is around them on a stack is not looked at."""
-
+# what ``self.log`` calls, inside of the user's line, to reduce a metric over the ranks
 _RESULTS: Final = f"{os.sep}logger_connector{os.sep}result.py"
-"""What ``self.log`` calls, inside of the user's line, to reduce a metric over the ranks."""
-
+# what of this package stands between the loop and what that calls
 _BETWEEN: Final = ("callbacks/", "timeline/", "prefetch/", "loading/")
-"""What of this package stands between the loop and what that calls."""
-
+# where a thread of Python's waits for another, or for a process
 _WAITS: Final = tuple(
     f"{os.sep}{name}.py"
     for name in ("threading", "queue", "selectors", "multiprocessing/connection", "multiprocessing/queues")
 )
-"""Where a thread of Python's waits for another, or for a process."""
-
+# what calls transforms one after the other: torchvision's v1 and v2, albumentations', kornia's, and torch's own
 _CONTAINERS: Final = frozenset(
     (
         *("Compose", "ReplayCompose", "Sequential", "RandomApply", "RandomChoice", "RandomOrder"),
         *("OneOf", "SomeOf", "OneOrOther", "AugmentationSequential", "ImageSequential"),
     )
 )
-"""What calls transforms one after the other: torchvision's v1 and v2, albumentations', kornia's, and torch's own."""
-
+# classes of which transforms inherit the method that a container calls
 _BASES: Final = frozenset(
     ("Transform", "Module", "BasicTransform", "ImageOnlyTransform", "DualTransform", "_RandomApplyTransform")
 )
-"""Classes of which transforms inherit the method that a container calls."""
-
 _MODULE_CALLS: Final = ("_wrapped_call_impl", "_call_impl")  # frames of ``torch.nn.Module.__call__``
 _INNER_FUNCTIONS: Final = ("<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>", "<lambda>")
 _MAX_DEPTH: Final = 96
@@ -203,8 +196,8 @@ def _called_by(frames: Sequence[FrameType], number: int) -> tuple[int, str]:
     return called, name
 
 
+# names of functions under Pythons whose code does not know its class (before 3.11)
 _names: dict[tuple[CodeType, str], str] = {}
-"""Names of functions under Pythons whose code does not know its class (before 3.11)."""
 
 
 def name_of(frame: FrameType) -> str:

@@ -23,13 +23,11 @@ from lightning_gpuopt.timeline.observer import StepObserver
 
 _MAX_UNREAD: Final = 8192  # events that the GPU has not reached yet; while there are so many, no new ones are recorded
 _READS: Final = 24  # events read at one call: more than a step has, so that a backlog is worked off little by little
+# the host's clock and the GPU's part by no more than this, in seconds per second: NTP slews a clock by so much
 _DRIFT: Final = 500e-6
-"""The host's clock and the GPU's part by no more than this, in seconds per second: NTP slews a clock by so much."""
-
 _LAG_NS: Final = 50_000  # a stamp that lags behind its recording by no more is that of an event on a drained stream
+# a host that was in a hook for at least this long until the GPU was done has waited for it ..
 _WAITED_NS: Final = 1_000_000
-"""A host that was in a hook for at least this long until the GPU was done has waited for it ..."""
-
 _RETURN_NS: Final = 300_000  # ... if it returned so soon after that ...
 _RETURN_SHARE: Final = 0.05  # ... or within this share of its wait.
 _PAUSED_NS: Final = 1_000_000  # a host that was stopped for so long in a step may have made that step longer on the GPU
@@ -415,5 +413,5 @@ class GpuClock(StepObserver):
         return named
 
 
+# the events of a step at which it is called
 GPU_EVENTS: Final = tuple(vars(StepObserver).keys() & vars(GpuClock).keys() - vars(object).keys() - {"__module__"})
-"""The events of a step at which it is called."""

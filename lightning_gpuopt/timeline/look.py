@@ -33,11 +33,10 @@ _MAX_STEPS: Final = 16
 _WARMUP_STEPS: Final = 1
 
 _MAX_MIB: Final = 256  # a trace that is larger is not read: a kernel and its call take about 0.7 KiB
+# the clocks of ``time.perf_counter`` and ``time.time_ns`` part by less during a look, unless one is set
 _CLOCK_SET_S: Final = 1e-3
-"""The clocks of ``time.perf_counter`` and ``time.time_ns`` part by less during a look, unless one is set."""
-
+# profilers that this package has made; they may lie around for a while when they are done
 OURS: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
-"""Profilers that this package has made; they may lie around for a while when they are done."""
 
 
 class CannotLookError(RuntimeError):

@@ -24,9 +24,8 @@ log = logging.getLogger(__name__)
 
 _FULL: Final = 2
 _LONG_NS: Final = 1_000_000  # from this length on it is looked for who asked for a full collection
+# after a full collection that took so long the objects are counted, once: that takes about a tenth as long
 _COUNT_NS: Final = 5_000_000
-"""After a full collection that took so long the objects are counted, once: that takes about a tenth as long."""
-
 _VERSION: Final = re.compile(r"^\d+/\d+: ")
 _COMMENT: Final = re.compile(r"\s+#.*", re.DOTALL)
 

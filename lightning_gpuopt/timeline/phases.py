@@ -45,16 +45,15 @@ _EPOCH_SETUP: Final = _SLOTS["epoch_setup"]
 _OTHER: Final = _SLOTS["other"]
 _BACKWARD: Final = _SLOTS["backward"]
 
+# action names remembered; a program that makes up a new name at every step must not fill the memory
 _MAX_ACTIONS: Final = 4096
-"""Action names remembered; a program that makes up a new name at every step must not fill the memory."""
-
 _TRANSFER: Final = _SLOTS["transfer"]
 _LOOP_NAMES: Final = {"run_training_batch": "optimization loop"}
 _VALIDATION_FETCHES: Final = (".val_next", ".validate_next")
 _BATCH_HOOKS: Final = ("on_before_batch_transfer", "on_after_batch_transfer")
 
+# hooks of a module that Lightning calls inside an action of the same phase: to time that is enough on the CPU
 _WITHIN_THEIR_PHASE: Final = (".transfer_batch_to_device", ".optimizer_zero_grad", ".configure_gradient_clipping")
-"""Hooks of a module that Lightning calls inside an action of the same phase: to time that is enough on the CPU."""
 
 
 class _Nothing:

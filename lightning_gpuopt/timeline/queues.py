@@ -13,11 +13,10 @@ from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, share
 from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.utils.weakly import weakly
 
+# a fetch that takes longer than this had to wait; only then is the cost of a closer look worth it
 _A_WAIT_S: Final = 0.001
-"""A fetch that takes longer than this had to wait; only then is the cost of a closer look worth it."""
-
+# so much of what the other workers were asked for being ready means that one late batch holds up the rest
 _NEARLY_ALL: Final = 0.75
-"""So much of what the other workers were asked for being ready means that one late batch holds up the rest."""
 
 
 _ALL_PROBED: Final = 64  # fetches of which each is looked at

@@ -35,15 +35,12 @@ _SWITCH_S: Final = 0.0002
 _MAX_COST: Final = 0.01  # samples that take up to 10 ms take at most this share of the time of the thread that does it
 _COSTS_KEPT: Final = 15
 _MIN_COSTS: Final = 3
+# however much the last samples took: a garbage collection that falls into one is not a cost of sampling
 _MAX_INTERVAL_S: Final = 1.0
-"""However much the last samples took: a garbage collection that falls into one is not a cost of sampling."""
-
+# Python 3.11.0 shows frames that are being taken down, and without the GIL a thread runs on while it is looked at
 FRAMES_ARE_SAFE: Final = sys.version_info[:3] != (3, 11, 0) and getattr(sys, "_is_gil_enabled", lambda: True)()
-"""Python 3.11.0 shows frames that are being taken down, and without the GIL a thread runs on while it is looked at."""
-
+# after so many samples of nothing that is asked for, the switch interval is the program's again
 _IDLE_SAMPLES: Final = 25
-"""After so many samples of nothing that is asked for, the switch interval is the program's again."""
-
 _MAX_STACKS: Final = 2_000  # different stacks that are kept of an activity
 
 

@@ -47,8 +47,8 @@ _NOT_THE_USERS: Final = (sysconfig.get_path("stdlib"), "<frozen", "<string")
 _Warning = tuple[Warning | str, type[Warning], str, int]  # message, category, file and line
 
 
+# methods of a tensor that wait for its device. What they do after that is host work, as making a list is.
 _WAITS: Final = ("item", "tolist", "cpu", "nonzero")
-"""Methods of a tensor that wait for its device. What they do after that is host work, as making a list is."""
 
 
 class SyncLook:

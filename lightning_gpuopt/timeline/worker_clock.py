@@ -33,17 +33,15 @@ from lightning_gpuopt.utils.replacement import hide_us
 _MAX_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8
 _ALL_MEASURED: Final = 64  # batches of a worker that are all measured in full
+# batches that take less than this in the mean are measured in full only now and then after that
 _FAST_NS: Final = 1_000_000
-"""Batches that take less than this in the mean are measured in full only now and then after that."""
-
 _MAX_SKIPPED: Final = 14  # skipped at random, up to so many in a row, so that no rhythm of the data falls in with ours
 _ITEMS_COUNTED: Final = 64
 
 # The fields of a worker's row in the shared block.
 _BATCHES, _DATA_WALL, _DATA_CPU, _COLLATE_WALL, _COLLATE_CPU, _BYTES, _SIZED, _DOING, _SINCE, _SQUARES = range(10)
+# the first of the bins that count batches by the time that they took: each fourth bin begins at twice the time
 _BINS: Final = 10
-"""The first of the bins that count batches by the time that they took: each fourth bin begins at twice the time."""
-
 _FIELDS: Final = _BINS + 4 * 40
 _MAX_NS: Final = 2**40 - 1
 _QUARTERS: Final = (2**-0.75, 2**-0.5, 2**-0.25)

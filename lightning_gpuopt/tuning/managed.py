@@ -26,12 +26,11 @@ from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other
 
 log = logging.getLogger(__name__)
 
+# reported with a change of the number of workers if a worker has drawn random numbers
 DRAWS: Final = (
     "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
     "samples and their order do not"
 )
-"""Reported with a change of the number of workers if a worker has drawn random numbers."""
-
 _LAST_EPOCH: Final = "it takes a new iterator of the loader, and this epoch is the last"
 
 

@@ -17,8 +17,8 @@ from lightning_gpuopt.loading.elastic_loader import ElasticLoader
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
 
+# settings with which a sampler is asked at other moments
 AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
-"""Settings with which a sampler is asked at other moments."""
 
 
 class CannotChange(Exception):
@@ -155,11 +155,11 @@ RULES: Final = (
     Rule("workers that live on", ("persistent_workers",), _keeping),
 )
 
+# rules that a trial in a worker process decides, and their settings: ``without_workers.py``, ``managed.py``
 BY_TRIAL: Final = {
     "changes as it is read": ("num_workers", "persistent_workers"),
     "random numbers": ("num_workers", "persistent_workers"),
 }
-"""Rules that a trial in a worker process decides, and their settings: ``without_workers.py``, ``managed.py``."""
 
 
 def why_not(asked: AskedChange) -> str | None:

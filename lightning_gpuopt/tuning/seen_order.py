@@ -32,6 +32,7 @@ from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.utils.replacement import hide_us
 
+# samplers that draw from a random state when they are iterated, and not again for each index
 _DRAW_AT_ONCE: Final = (
     SequentialSampler,
     RandomSampler,
@@ -40,28 +41,22 @@ _DRAW_AT_ONCE: Final = (
     DistributedSampler,
     ElasticSampler,
 )
-"""Samplers that draw from a random state when they are iterated, and not again for each index."""
-
+# what their iterators run: a sampler of the user's may give one of these
 _CODES: Final = frozenset(each.__iter__.__code__ for each in _DRAW_AT_ONCE if inspect.isfunction(each.__iter__))
-"""What their iterators run: a sampler of the user's may give one of these."""
-
+# iterators of what is there as a whole when the iteration begins
 _LISTS: Final = tuple(map(type, (iter([]), iter(()), iter(range(1)), iter(range(1 << 65)), iter(array("l")))))
-"""Iterators of what is there as a whole when the iteration begins."""
-
 _WRITABLE: Final = (list, array, np.ndarray)
 
 _HELD_BY_ITERATOR: Final = 3  # references to a list by its iterator, a variable and an argument
 _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 
+# seconds that may go to the state of a sampler for each batch, in the mean, and beside that :data:`_FIRST_S`
 _MAX_WATCH_S: Final = 0.002
-"""Seconds that may go to the state of a sampler for each batch, in the mean, and beside that :data:`_FIRST_S`."""
-
 _FIRST_S: Final = 0.5
 
 _DATASET_SEEN: Final = 3  # indices after the first that are seen to leave the dataset as it is
+# batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first
 _SHOWN: Final = 8
-"""Batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first."""
-
 _UNSEEN: Final = "holds too much to see for each batch whether it reads what training writes"
 
 

@@ -13,9 +13,8 @@ from lightning_gpuopt.objects.dataset_state import DatasetState, Held
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replacement import identity
 
+# for each changed loader: the user's number of workers, and the number set here
 _own: weakref.WeakKeyDictionary[DataLoader[Any], tuple[int, int]] = weakref.WeakKeyDictionary()
-"""For each changed loader: the user's number of workers, and the number set here."""
-
 _START = "_gpuopt_start"
 
 

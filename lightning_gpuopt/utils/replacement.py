@@ -11,8 +11,8 @@ T = TypeVar("T")
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(__file__))
 _ROOMS: Final = ("autofix", "callbacks", "detector", "loaders", "prefetch", "recorder", "timeline", "tuning", "utils")
+# where code is that stands between Lightning and the program; datasets and loaders of ours are the program's own
 _OURS: Final = tuple(os.path.join(_PACKAGE, room, "") for room in _ROOMS)
-"""Where code is that stands between Lightning and the program; datasets and loaders of ours are the program's own."""
 
 
 class Replacement:

@@ -40,11 +40,10 @@ log = logging.getLogger(__name__)
 
 _LOOK_EVERY_S: Final = 1.0
 _LOOK_AT_MOST_EVERY_S: Final = 0.01
+# ends of a ``fit`` after which a script's exit code is 0, since Lightning handles the signal
 _TOLD_TO_END: Final = ("terminated", "interrupted")
-"""Ends of a ``fit`` after which a script's exit code is 0, since Lightning handles the signal."""
-
+# rings held at once, of a script that fits again and again; beyond it the oldest go, whose processes are gone
 _MAX_HELD: Final = 512
-"""Rings held at once, of a script that fits again and again; beyond it the oldest go, whose processes are gone."""
 
 
 class FlightWatch(ChildWatcher):

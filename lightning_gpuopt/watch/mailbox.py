@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any, Final
 
 VARIABLE: Final = "LIGHTNING_GPUOPT_WATCH"
+# holds the metadata of an entry point, and the module that it names; nothing else, so that it hides nothing
 PYTHON_PATH: Final = Path(__file__).parent / "entry_point"
-"""Holds the metadata of an entry point, and the module that it names; nothing else, so that it hides nothing."""
-
 COMMAND_FILE: Final = "command.txt"
 _NOTES: Final = ".notes"
 

@@ -23,8 +23,8 @@ _PARTS: Final = {
 }
 _MIN_EPOCHS: Final = 2
 
+# by kind of stream what it does before its first sample; a class of one's own may fill a buffer, or read an index
 _FIRST: Final[dict[str | None, str]] = {row.kind: row.begins_with for row in LIBRARIES}
-"""By kind of stream what it does before its first sample; a class of one's own may fill a buffer, or read an index."""
 
 
 @dataclass(frozen=True)

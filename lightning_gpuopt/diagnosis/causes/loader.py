@@ -21,30 +21,23 @@ from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT, most_worke
 from lightning_gpuopt.measurements.loading import QueueTimes
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
+# workers that make batches for less than this share of their time are not the bottleneck; what follows them is
 _BUSY: Final = 0.6
-"""Workers that make batches for less than this share of their time are not the bottleneck; what follows them is."""
-
+# a worker whose time is CPU time, or queueing for a CPU, for at least this share computes; below it, it is blocked
 _COMPUTES: Final = 0.5
-"""A worker whose time is CPU time, or queueing for a CPU, for at least this share computes; below it, it is blocked."""
-
+# so much CPU, and this share of all that may be used, has to be left over for another worker to be worth starting
 _A_FREE_CPU: Final = 0.5
 _FREE_SHARE: Final = 0.05
-"""So much CPU, and this share of all that may be used, has to be left over for another worker to be worth starting."""
-
+# a quota that stops us in this share of the scheduler's periods is the limit, not the number of CPUs
 _THROTTLED: Final = 0.1
-"""A quota that stops us in this share of the scheduler's periods is the limit, not the number of CPUs."""
-
+# memory is short where tasks wait for it for this share of the time, or so much comes back from swap
 _MEMORY_SHORT: Final = 0.1
 _SWAPPING_MIB_S: Final = 4.0
-"""Memory is short where tasks wait for it for this share of the time, or so much comes back from swap."""
-
+# variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)
 _UNEVEN: Final = 1.0
-"""Variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)."""
-
 _COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
+# threads of a worker that are busy at once: fewer are its own thread and one that sends its batches
 _A_POOL: Final = 1.5
-"""Threads of a worker that are busy at once: fewer are its own thread and one that sends its batches."""
-
 _A_THIRD: Final = 1 / 3  # what explains so much of the wait for data is a finding of its own
 _MOSTLY: Final = 0.5
 _NEARLY_EVERY: Final = 0.8

@@ -13,9 +13,8 @@ from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.measurements.host import Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 
+# steps with a compilation after the warm-up; fewer are a late first one, or the smaller last batch of an epoch
 _AGAIN_AND_AGAIN: Final = 3
-"""Steps with a compilation after the warm-up; fewer are a late first one, or the smaller last batch of an epoch."""
-
 _MIN_PAUSES: Final = 3  # a single collection takes no more of all of them than one in so many
 _SIZES: Final = ("size mismatch", "stride mismatch", ".size()", "rank mismatch")
 _NUMBER: Final = re.compile(r"== -?\d+(\.\d+)?\b")

@@ -27,13 +27,12 @@ STORAGE: Final = "storage"
 CPU_THREADS: Final = "CPU threads"
 DECODE_ENGINE: Final = "decode engine"
 
+# CPU threads that compute for less than this share of the time are not what a pipeline on the GPU waits for
 _BUSY: Final = 0.6
-"""CPU threads that compute for less than this share of the time are not what a pipeline on the GPU waits for."""
-
 _BUSY_WITHOUT_CPUS: Final = 0.25  # the same where no CPU is free: threads that queue for one compute less
 _COMPUTES: Final = 0.5  # threads that read and whose time is CPU time for less than this share are blocked on storage
+# files that are waited for longer than this share of the wait for the pipeline would soon hold up more threads
 _ALONE: Final = 0.2
-"""Files that are waited for longer than this share of the wait for the pipeline would soon hold up more threads."""
 
 
 def pipeline_finding(measurement: Measurement) -> Finding:

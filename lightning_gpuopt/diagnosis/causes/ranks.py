@@ -12,16 +12,15 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Candidate
 from lightning_gpuopt.measurements.ranks import RankWork
 
+# a rank whose batches take this much longer has slower data; one that waits in everybody's stead does not
 _SLOWER_LOADER: Final = 1.3
-"""A rank whose batches take this much longer has slower data; one that waits in everybody's stead does not."""
-
 _LARGER_BATCHES: Final = 1.2  # batches that are so many times as large as the others' are why a rank is slower
 _MIB: Final = 1024 * 1024
 
 _HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 
+# kind of work, the slowest rank in it, by how many seconds of a step, and how many the others need
 _Excess = tuple[str, RankWork, float, float]
-"""Kind of work, the slowest rank in it, by how many seconds of a step, and how many the others need."""
 
 
 def straggler(measurement: Measurement) -> Iterator[Candidate]:

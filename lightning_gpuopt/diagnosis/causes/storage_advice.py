@@ -12,17 +12,15 @@ from lightning_gpuopt.diagnosis.predict import speedup_of_cheaper_batches
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import ImageSamples, WorkerTimes
 
+# batches per second over now, from which on a step is advised; and over a simpler step's, where there is one
 _WORTH_IT: Final = 1.1
-"""Batches per second over now, from which on a step is advised; and over a simpler step's, where there is one."""
-
 _LARGER: Final = 1.2  # images whose shorter side is so many times what is needed are worth making smaller
+# a dataset that takes less CPU than PIL does, by more than two measurements differ, does not use PIL
 _MEASURED_TWICE: Final = 1.15
-"""A dataset that takes less CPU than PIL does, by more than two measurements differ, does not use PIL."""
-
 _CHANNELS: Final = 3
 _UINT8_OF_FLOAT: Final = 0.25
+# bytes a value: the mean also counts labels, and a shorter last batch of an epoch
 _BETWEEN_UINT8_AND_FLOAT: Final = 2.0
-"""Bytes a value: the mean also counts labels, and a shorter last batch of an epoch."""
 
 
 @dataclass(frozen=True)

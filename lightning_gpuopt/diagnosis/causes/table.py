@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+# the part of a run that a cause lies in
 Group = Literal["loader", "transfer", "step", "hooks", "epoch", "ranks", "run"]
-"""The part of a run that a cause lies in."""
-
+# which GPUs compute nothing meanwhile: all, all but that of the slow rank, or none (it computes slowly, or may do)
 GpusWaiting = Literal["all", "others", "none"]
-"""Which GPUs compute nothing meanwhile: all, all but that of the slow rank, or none (it computes slowly, or may do)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +36,8 @@ class Cause:
 
 
 FACTS_SHOWN: Final = 4  # figures of a finding's evidence that the terminal shows; the page and the JSON have all
+# callbacks of ours that measure a run, and change what they find
 MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
-"""Callbacks of ours that measure a run, and change what they find."""
-
 OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}  # all callbacks of ours
 COMPUTE_BOUND: Final = Cause(
     "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""

@@ -12,6 +12,7 @@ from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
 from lightning_gpuopt.measurements.phases import PHASES, StepTimes
 
+# okabe and Ito's six colours (https://jfly.uni-koeln.de/color/) and five more, apart under any colour blindness
 PHASE_COLORS: Final[Mapping[str, str]] = {
     "data_wait": "#d55e00",
     "transfer": "#e69f00",
@@ -25,8 +26,6 @@ PHASE_COLORS: Final[Mapping[str, str]] = {
     "epoch_setup": "#693c5a",
     "other": "#c3c3a5",
 }
-"""Okabe and Ito's six colours (https://jfly.uni-koeln.de/color/) and five more, apart under any colour blindness."""
-
 _UNKNOWN_PHASE: Final = "#888888"
 _INK: Final = "var(--ink)"
 _PAPER: Final = "var(--paper)"

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
     from lightning_gpuopt.measurements.loader_costs import Interval
 
+# share of the run that steps and their number may leave over before the report says which steps are meant
 _ADDS_UP: Final = 0.02
-"""Share of the run that steps and their number may leave over before the report says which steps are meant."""
-
 _SMALL_KIND: Final = 0.005  # share of a kind of kernel below which it is left out
 PRICE_VARIABLE: Final = "GPUOPT_GPU_HOUR_PRICE"  # environment variable with the price of one GPU-hour, in any currency
 _LEAST_STANDSTILL_S: Final = 60.0  # GPU-seconds below which standing still is not summed up

@@ -10,21 +10,20 @@ from collections import deque
 from typing import Any, Final
 
 MOST_THREADS: Final = 32  # of a process, at most
+# up to so many processes are used before threads: they need memory of their own, and never wait for one another
 _FEW_PROCESSES: Final = 4
-"""Up to so many processes are used before threads: they need memory of their own, and never wait for one another."""
-
 _SLEEP_S: Final = 20e-6
 _ALONE_S: Final = 5e-3  # for so long nobody holds the lock, which shows how long asking for it takes then
 _JITTER: Final = 1.25  # delays up to so many times the usual one say nothing
 _TRIMMED: Final = 100  # one in so many delays, the longest ones, may be another program's
+# of the time, threads of a process may hold its interpreter lock without waiting much for one another
 _FULL: Final = 0.8
-"""Of the time, threads of a process may hold its interpreter lock without waiting much for one another."""
 
 
 _BATCHES: Final = 256  # so many batches, the last ones, say how long slow samples take
 _RECURRING: Final = 3  # what so many samples take is usual: one or two may be files that were opened for the first time
+# of the times between two batches, the longest ones: waits for slow samples, validation, the end of an epoch
 _WAITS: Final = 1 / 16
-"""Of the times between two batches, the longest ones: waits for slow samples, validation, the end of an epoch."""
 
 
 class LookAhead:

@@ -27,24 +27,21 @@ from lightning_gpuopt.telemetry.resources import available_memory
 
 log = logging.getLogger(__name__)
 
+# batches, each with what reading it raised. `END` comes after the last.
 Batches: TypeAlias = "queue.SimpleQueue[tuple[Any, Any]]"
-"""Batches, each with what reading it raised. `END` comes after the last."""
-
 END: Final = StopIteration()
 
 _TICKET_NS: Final = 200_000  # a ticket is for so much work: what taking one costs is little against it
 _ADDED: Final = 32  # processes that may be added while others run
+# batches that are made ahead take no more of the memory that is free: a node's ranks share it, and so do loaders
 _PART_OF_MEMORY: Final = 1 / 8
-"""Batches that are made ahead take no more of the memory that is free: a node's ranks share it, and so do loaders."""
-
 _COPYING: Final = 4  # processes that copy records, where nobody says how many: memory gives no more to others
 _LEAST_SLOTS: Final = 256
 _MOST_SLOTS: Final = 1 << 16
 _MOST_ROWS: Final = (1 << 16) - 1  # of a ticket, whose slot and rows have two bytes each
 _LOOK_EVERY: Final = 8
+# batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this
 _LOOKED_AHEAD_BYTES: Final = 1 << 30
-"""Batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this."""
-
 _HELD: Final = 4  # batches of so many times as many as are made ahead are worth a word
 _JOIN_S: Final = 5.0  # what torch's workers have to end, too
 

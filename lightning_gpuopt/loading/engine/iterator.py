@@ -17,8 +17,8 @@ from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 _UNKNOWN: Final = -1
 
+# share of batches whose samples may be of several kinds: putting one together takes ten times as long, or so
 _FEW: Final = 1 / 32
-"""Share of batches whose samples may be of several kinds: putting one together takes ten times as long, or so."""
 
 
 def can_serve(loader: Any) -> bool:

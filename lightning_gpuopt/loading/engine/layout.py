@@ -12,9 +12,8 @@ import torch
 from lightning_gpuopt.loading.collate import WORDS, is_plain
 
 Array: TypeAlias = np.ndarray[Any, Any]
+# puts a sample into a row; whether it is like the first one, and could be put there
 Placer: TypeAlias = Callable[[Any, int], bool]
-"""Puts a sample into a row; whether it is like the first one, and could be put there."""
-
 _ALIGNED: Final = 64
 _TEXT_BYTES: Final = 4094  # a text of up to so many bytes lies in the batch's memory, after two bytes with its length
 _NUMBERS: Final[dict[type, Any]] = {int: torch.int64, float: torch.float64, bool: torch.bool}

@@ -22,16 +22,15 @@ from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, PLACED, S
 from lightning_gpuopt.loading.samples import Skipped
 from lightning_gpuopt.timeline.worker_clock import clock_of
 
+# what a thread takes out of the pipe: a slot, how many rows (0: there is nothing more), and the first
 TICKET: Final = struct.Struct("<HHI")
-"""What a thread takes out of the pipe: a slot, how many rows (0: there is nothing more), and the first."""
-
 DONE: Final = struct.Struct("<q")  # what a thread says of a batch whose last sample is in: its sequence
 
 
 _FIRST_S: Final = 0.05  # so many seconds of samples, but no more than a batch, show what they cost
 SENT: Final = struct.Struct("<qq")  # what stands before something that is sent: the batch's sequence, and the row
+# what one of the processes gets in place of the layout, which it is then to find
 READ_FIRST: Final = "read the first sample"
-"""What one of the processes gets in place of the layout, which it is then to find."""
 
 
 @dataclass

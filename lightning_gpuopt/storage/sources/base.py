@@ -99,8 +99,8 @@ class PerProcess(Generic[T]):
         return {"_opener": self._opener, "_pid": 0, "_value": None}
 
 
+# what libraries raise for what they do not support, and what mistakes in programs raise
 _NOT_OF_DAMAGE: Final = (NotImplementedError, LookupError, TypeError, AttributeError)
-"""What libraries raise for what they do not support, and what mistakes in programs raise."""
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _CHUNK_CACHE_BYTES: Final = 32 << 20
 _PROBED: Final = 16
+# HDF5's errors come as KeyError and TypeError, too: those of objects and types that cannot be read
 _NOT_OF_DAMAGE: Final = (NotImplementedError, AttributeError)
-"""HDF5's errors come as KeyError and TypeError, too: those of objects and types that cannot be read."""
 
 
 class _Column:

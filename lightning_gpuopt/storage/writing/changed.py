@@ -16,14 +16,13 @@ from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.sources import Source
 from lightning_gpuopt.storage.writing.plan import Plan
 
+# of samples, by what tells each from all others; ``[samples]``
 Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint64]]
-"""Of samples, by what tells each from all others; ``[samples]``."""
-
+# entries of a plan that are about which samples there are, and not about what is made of each
 MAY_DIFFER: Final = (
     "samples_per_shard",
     *(f"source {name}" for name in ("num_samples", "names", "labels", "num_tars", "members", "file_bytes")),
 )
-"""Entries of a plan that are about which samples there are, and not about what is made of each."""
 
 
 def hashes_of(source: Source, indices: Iterable[int]) -> Hashes | None:

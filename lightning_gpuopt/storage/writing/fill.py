@@ -23,8 +23,8 @@ from lightning_gpuopt.storage.writing.randomness import seed_all
 
 REPORT_INTERVAL_S: Final = 0.2
 
+# hears of samples and bytes that were stored since the last call, and of samples that were left out
 Report = Callable[[int, int, "list[SkippedSample]"], None]
-"""Hears of samples and bytes that were stored since the last call, and of samples that were left out."""
 
 
 @dataclass(frozen=True)

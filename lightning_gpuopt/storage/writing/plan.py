@@ -16,9 +16,8 @@ Plan = dict[str, Any]
 PLAN: Final = "plan.json"
 SHARD_BYTES: Final = 256 << 20
 _MAX_SHARDS: Final = 256
+# however many shards that makes: what a build that goes on has to do again is at most one for each process
 _MAX_SHARD_BYTES: Final = 16 << 30
-"""However many shards that makes: what a build that goes on has to do again is at most one for each process."""
-
 # At least this many shards where the samples suffice, so that processes and machines have something to share.
 _SHARDS_TO_SHARE: Final = 16
 _SHARE_SAMPLES: Final = 1024

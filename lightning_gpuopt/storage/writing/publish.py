@@ -14,8 +14,8 @@ from lightning_gpuopt.storage.sources.tar_index import INDEX
 from lightning_gpuopt.storage.writing.plan import PLAN
 
 SHARD_FILE: Final = re.compile(r"shard-(\d{5,})\.[a-z0-9_.]+")
+# what the name of a file begins with by which the workers of an executor know the build's directory
 MARKER: Final = "executor-"
-"""What the name of a file begins with by which the workers of an executor know the build's directory."""
 _OUR_FILE: Final = re.compile(
     rf"{SHARD_FILE.pattern}|({MANIFEST}|{SKIPPED}|{PLAN}|{MARKER}.*|{INDEX}.*)(\.part)?|lock|part-.*\.lock"
 )

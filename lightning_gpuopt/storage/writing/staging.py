@@ -40,8 +40,8 @@ from lightning_gpuopt.storage.writing.plan import (
 )
 from lightning_gpuopt.storage.writing.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 
+# what the workers of an executor leave, and what they know the directory by
 _WORK: Final = re.compile(rf"shard-(\d{{5,}})\.(done|attempt\..*)|{MARKER}.*")
-"""What the workers of an executor leave, and what they know the directory by."""
 Place: TypeAlias = Callable[[Plan, "list[int] | None", Mapping[int, "Hashes | None"]], tuple[list[int], set[int]]]
 
 _log = logging.getLogger(__name__)

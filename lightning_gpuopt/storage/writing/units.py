@@ -166,8 +166,8 @@ def _not_seen(directory: Path | str) -> StorageError:
     )
 
 
+# one thread of a process reads the source, and seeds the process's random numbers, at a time
 _filling = threading.Lock()
-"""One thread of a process reads the source, and seeds the process's random numbers, at a time."""
 _opened: dict[str, Job] = {}  # the job of this process's last unit, by its marker
 
 

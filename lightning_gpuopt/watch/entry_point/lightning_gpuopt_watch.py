@@ -10,8 +10,8 @@ import os
 import tempfile
 from typing import Any
 
+# the environment variable that the command sets; as in ``lightning_gpuopt.watch.mailbox``
 VARIABLE = "LIGHTNING_GPUOPT_WATCH"
-"""The environment variable that the command sets; as in ``lightning_gpuopt.watch.mailbox``."""
 
 
 def callbacks() -> list[Any]:
