@@ -21,8 +21,9 @@ from lightning_gpuopt.compat.lightning import (
     say_once,
 )
 from lightning_gpuopt.detector.kernel_profiling import Profile
+from lightning_gpuopt.detector.options import DetectorOptions, WindowListener
 from lightning_gpuopt.detector.report_files import is_remote, read_report, write_report
-from lightning_gpuopt.detector.session import DetectorOptions, DetectorSession, WindowListener
+from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.diagnose import StallError

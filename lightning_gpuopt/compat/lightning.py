@@ -386,18 +386,14 @@ def leave_finished_epoch(trainer: Trainer) -> None:
 def metrics_reduced_in_steps(trainer: Trainer) -> list[str]:
     """Names of the metrics that are logged with ``sync_dist=True`` and ``on_step=True`` while training.
 
-    Reads ``_TrainingEpochLoop._results`` and the ``meta`` of what is in it (Lightning 2.5.0 to 2.6.6); empty when that
-    is gone.
+    Reads ``_TrainingEpochLoop._results`` and the ``meta`` in it (Lightning 2.5.0 to 2.6.6); empty when that is gone.
     """
     try:
         metas = [each.meta for each in trainer.fit_loop.epoch_loop._results.values()]
-        return list(dict.fromkeys(each.name for each in metas if _reduced_in_steps(each)))
+        synced = [each for each in metas if each.on_step and each.sync.should and not each.sync.rank_zero_only]
+        return list(dict.fromkeys(each.name for each in synced))
     except AttributeError:
         return []
-
-
-def _reduced_in_steps(meta: Any) -> bool:
-    return bool(meta.on_step and meta.sync.should and not meta.sync.rank_zero_only)
 
 
 def profiler(trainer: Trainer) -> Profiler:
@@ -485,9 +481,9 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
             _buried[:] = [each for each in _buried if each[0]() is not None] + [(behind, name, replacement, before)]
             return
         below = before
-        while (gone := next((each for each in _buried if _is_shadow(each, owner, name, below)), None)) is not None:
-            _buried[:] = [each for each in _buried if each is not gone]
-            below = gone[3]
+        while gone := [each for each in _buried if each[0]() is owner and each[1] == name and each[2] is below]:
+            _buried[:] = [each for each in _buried if each is not gone[0]]
+            below = gone[0][3]
         if below is _ABSENT:
             delattr(owner, name)
         else:
@@ -499,7 +495,3 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
 _ABSENT = object()
 # shadows that were undone while another lay on top: owner, name, replacement, and what was there before
 _buried: list[tuple[Callable[[], Any], str, Any, Any]] = []
-
-
-def _is_shadow(buried: tuple[Callable[[], Any], str, Any, Any], owner: Any, name: str, replacement: Any) -> bool:
-    return buried[0]() is owner and buried[1] == name and buried[2] is replacement

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
@@ -15,10 +15,10 @@ from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator, work_o
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.image_samples import ImageLook
 from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentation, forward_is_a_ranks_own
-from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.memory_risks import MemoryRisks
+from lightning_gpuopt.detector.options import DetectorOptions, WindowListener
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.progress import ProgressWatch, write_hang
 from lightning_gpuopt.detector.rank_exchange import RankExchange
@@ -37,12 +37,11 @@ from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Change, Finding, Proof, Risk
+from lightning_gpuopt.diagnosis.record import Finding, Proof, Risk
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies
-from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.recorder.flight import FlightRecorder
@@ -55,39 +54,9 @@ from lightning_gpuopt.timeline.windows import Windows
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class DetectorOptions:
-    """What the user asked of the detector that concerns the measuring."""
-
-    threshold: float  # share of wall time, 0-1
-    window_size: int  # training batches
-    warmup_steps: int  # training batches that are left out of findings
-    hang_timeout: float | None  # seconds without progress; None: no watch
-    nvtx: bool  # phases as NVTX ranges
-    profile: Profile = "auto"
-
-
 # seconds of run between two diagnoses for each that one takes: 0.5 % of the time, however short windows are
 _WAIT_PER_DIAGNOSIS: Final = 200
 _MAX_WAIT_S: Final = 1.0
-
-
-class WindowListener(Protocol):
-    """Acts on findings while training runs; the report lists its changes and notes."""
-
-    changes: list[Change]
-    notes: list[str]
-
-    def window_closed(
-        self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
-    ) -> bool:
-        """A window ends, on every rank at the same step; returns whether measurements have to start anew.
-
-        ``findings`` are since warm-up; ``set_ups`` are seconds of the set-ups of epochs until now, and their number.
-        """
-
-    def training_ended(self) -> None:
-        """Last call before the report: conclude what is under way."""
 
 
 class DetectorSession:

@@ -8,8 +8,6 @@ once. docs/lmdb-format.md has the whole description.
 from __future__ import annotations
 
 import io
-import math
-import mmap
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -28,17 +26,12 @@ from lightning_gpuopt.images.decode import with_pixels_as_stored
 from lightning_gpuopt.images.normalize import is_image_by_place
 from lightning_gpuopt.storage import tv_tensors
 from lightning_gpuopt.storage.errors import DamagedError
+from lightning_gpuopt.storage.leaves import FLOAT, INT, PLAIN, Leaf, Source, array_reader, numpy_dtype
 from lightning_gpuopt.storage.value import buffers, bytes_at, head_fields, pack, parse, sample_number
 
-Source = bytes | mmap.mmap
 ImageDecoder = Callable[..., Any]
-_Leaf = Callable[[Any, int, int], Any]
-# in place of a leaf's reader, for image files: the mode that an image is read in, None for photographs
-_Mode = str | None
+_Mode = str | None  # in place of a leaf's reader, for image files: the mode to read them in, None for photographs
 _Assemble = Callable[[list[Any]], Any]
-
-_INT = struct.Struct("<q")
-_FLOAT = struct.Struct("<d")
 
 
 class EncodedImage(bytes):
@@ -166,10 +159,10 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         return ["scalar", _numpy_descr(element.dtype, where)], element.tobytes()
     if isinstance(value, int):
         if -(1 << 63) <= value < 1 << 63:
-            return ["int"], _INT.pack(value)
+            return ["int"], INT.pack(value)
         return ["bigint"], value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
     if isinstance(value, float):
-        return ["float"], _FLOAT.pack(value)
+        return ["float"], FLOAT.pack(value)
     if isinstance(value, str):
         return ["str"], value.encode("utf-8", "surrogatepass")
     if isinstance(value, np.ma.MaskedArray):
@@ -310,13 +303,13 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
 
 _NUMBER: Final = 11
 _STRUCTURE: Final = 19  # where these are in a value of fewer than 16 parts
-_latest: tuple[bytes, bytes, tuple[list[_Leaf | _Mode], _Assemble]] = (b"\0", b"", ([], tuple))
+_latest: tuple[bytes, bytes, tuple[list[Leaf | _Mode], _Assemble]] = (b"\0", b"", ([], tuple))
 """Of the sample read last: what its value begins with, its structure with the head, and what that makes of it.
 
 Most samples are of the make of the one before, and need not be parsed."""
 
 
-def _read_layout(source: Source, start: int, number: int) -> tuple[int, tuple[list[_Leaf | _Mode], _Assemble]]:
+def _read_layout(source: Source, start: int, number: int) -> tuple[int, tuple[list[Leaf | _Mode], _Assemble]]:
     """Where the buffers of the value at `start` begin, and what reads them."""
     global _latest
     num_buffers, _, found, content, at, end = head_fields(source, start)
@@ -374,7 +367,7 @@ _NUMBERS: Final = {"int": np.dtype("<i8"), "float": np.dtype("<f8"), "bool": np.
 
 
 @lru_cache(maxsize=4096)
-def _part_layout(structure: bytes, key: int | str) -> tuple[list[_Leaf | _Mode], _Assemble, int]:
+def _part_layout(structure: bytes, key: int | str) -> tuple[list[Leaf | _Mode], _Assemble, int]:
     """As `_layout`, of one part; and the number of its first buffer."""
     root = tree(structure)
     kind, *rest = root
@@ -386,18 +379,18 @@ def _part_layout(structure: bytes, key: int | str) -> tuple[list[_Leaf | _Mode],
     except (ValueError, IndexError, TypeError):
         there = f"the keys {rest[0]}" if kind == "dict" else f"{len(children)} parts"
         raise LookupError(f"the sample has no part {key!r}; it has {there}") from None
-    before: list[_Leaf | _Mode] = []
+    before: list[Leaf | _Mode] = []
     for child in children[:at]:
         _compile(child, before)
-    leaves: list[_Leaf | _Mode] = []
+    leaves: list[Leaf | _Mode] = []
     return leaves, _compile(children[at], leaves), len(before)
 
 
 @lru_cache(maxsize=4096)
-def _layout(structure: bytes) -> tuple[list[_Leaf | _Mode], _Assemble]:
+def _layout(structure: bytes) -> tuple[list[Leaf | _Mode], _Assemble]:
     """What reads each buffer, and what makes the sample of their values."""
     try:
-        leaves: list[_Leaf | _Mode] = []
+        leaves: list[Leaf | _Mode] = []
         root = msgpack.unpackb(structure)
         assemble = _compile(root, leaves)
         if root[0] in ("tuple", "list") and all(child[0] not in _NESTED for child in root[1]):
@@ -443,7 +436,7 @@ def tree(structure: bytes) -> Any:
     return msgpack.unpackb(structure)
 
 
-def _compile(tree: Any, leaves: list[_Leaf | _Mode]) -> _Assemble:
+def _compile(tree: Any, leaves: list[Leaf | _Mode]) -> _Assemble:
     """What makes the sample of `tree` from the values of all leaves; the leaves of `tree` are appended."""
     kind, *rest = tree
     if kind in ("tuple", "list", "dict"):
@@ -462,99 +455,8 @@ def _compile(tree: Any, leaves: list[_Leaf | _Mode]) -> _Assemble:
     if kind == "image":
         leaves.append(rest[0] if rest else None)
     else:
-        leaves.append(_PLAIN[kind] if kind in _PLAIN else _array_reader(kind, rest))
+        leaves.append(PLAIN[kind] if kind in PLAIN else array_reader(kind, rest))
     return itemgetter(at)
 
 
 _NESTED: Final = ("tuple", "list", "dict", "none")
-
-
-def _number(form: struct.Struct) -> _Leaf:
-    size, unpack_from = form.size, form.unpack_from
-
-    def number(source: Source, start: int, stop: int) -> Any:
-        if stop - start != size:
-            raise DamagedError(f"a number of {stop - start} bytes; expected {size}")
-        return unpack_from(source, start)[0]
-
-    return number
-
-
-_PLAIN: Final[dict[str, _Leaf]] = {
-    "bytes": lambda source, start, stop: source[start:stop],
-    "str": lambda source, start, stop: str(source[start:stop], "utf-8", "surrogatepass"),
-    "bool": lambda source, start, stop: source[start:stop] != b"\x00",
-    "int": _number(_INT),
-    "bigint": lambda source, start, stop: int.from_bytes(source[start:stop], "little", signed=True),
-    "float": _number(_FLOAT),
-}
-
-
-def _array_reader(kind: str, rest: list[Any]) -> _Leaf:
-    shape: tuple[int, ...] = ()
-    if kind == "scalar":
-        dtype = numpy_dtype(rest[0])
-    elif kind == "array":
-        dtype, shape = numpy_dtype(rest[0]), tuple(rest[1])
-    elif kind == "tensor":
-        plain = _tensor_reader(torch_dtype(rest[0]), tuple(rest[1]))
-        if len(rest) == 2:
-            return plain
-        make = tv_tensors.maker(rest[2])
-        return lambda source, start, stop: make(plain(source, start, stop))
-    else:
-        raise DamagedError(f"an unknown kind of value, {kind!r}")
-    num_bytes = dtype.itemsize * math.prod(shape)
-
-    def array(source: Source, start: int, stop: int) -> Any:
-        if stop - start != num_bytes:
-            raise DamagedError(f"an array of {stop - start} bytes; expected {num_bytes}")
-        if not num_bytes:
-            return np.zeros(shape, dtype)
-        return np.ndarray(shape, dtype, source, start).copy()
-
-    if kind == "scalar":
-        return lambda source, start, stop: array(source, start, stop)[()]
-    return array
-
-
-def _tensor_reader(dtype: torch.dtype, shape: tuple[int, ...]) -> _Leaf:
-    empty = torch.empty(shape, dtype=dtype) if 0 in shape else torch.empty((), dtype=dtype)
-    num_bytes = empty.itemsize * math.prod(shape)
-    try:
-        same: np.dtype[Any] | None = empty.numpy().dtype
-    except TypeError:  # bfloat16 and others that numpy does not have
-        same = None
-
-    def tensor(source: Source, start: int, stop: int) -> torch.Tensor:
-        if stop - start != num_bytes:
-            raise DamagedError(f"a tensor of {stop - start} bytes; expected {num_bytes}")
-        if not num_bytes:
-            return torch.empty(shape, dtype=dtype)
-        if same is not None:
-            return torch.from_numpy(np.ndarray(shape, same, source, start).copy())
-        return torch.from_numpy(np.ndarray(num_bytes, np.uint8, source, start).copy()).view(dtype).reshape(shape)
-
-    return tensor
-
-
-def numpy_dtype(descr: Any) -> np.dtype[Any]:
-    """The dtype of a description from a structure (msgpack has turned its tuples into lists)."""
-    return npy_format.descr_to_dtype(_tuples(descr) if isinstance(descr, list) else descr)
-
-
-def _tuples(descr: list[Any]) -> list[Any]:
-    fields = []
-    for name, kind, *shape in descr:
-        name = tuple(name) if isinstance(name, list) else name
-        kind = _tuples(kind) if isinstance(kind, list) else kind
-        fields.append((name, kind, *(tuple(s) for s in shape)))
-    return fields
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name; DamagedError where this torch has none."""
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise DamagedError(f"a tensor of dtype {name!r}, which this torch does not have")
-    return dtype

@@ -24,6 +24,7 @@ from lightning_gpuopt.loading.engine.layout import Array, Column, Layout
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
 from lightning_gpuopt.storage.format import Manifest
+from lightning_gpuopt.storage.leaves import numpy_dtype, torch_dtype
 from lightning_gpuopt.storage.region import Region
 from lightning_gpuopt.storage.shard import LARGE, ShardReader, blocks_read, read_exactly
 from lightning_gpuopt.storage.value import buffers, parse, sample_number
@@ -119,9 +120,9 @@ def _column(kind: str, rest: list[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
     if kind == "bool":
         return torch.bool, ()
     if kind == "tensor":
-        return codec.torch_dtype(rest[0]), tuple(rest[1])
+        return torch_dtype(rest[0]), tuple(rest[1])
     if kind in ("array", "scalar"):
-        dtype = codec.numpy_dtype(rest[0])
+        dtype = numpy_dtype(rest[0])
         if not dtype.isnative:
             raise TypeError(f"numpy dtype {dtype}")
         return torch.from_numpy(np.empty(0, dtype)).dtype, tuple(rest[1]) if kind == "array" else ()

@@ -237,12 +237,12 @@ def test_what_would_need_pickle_is_refused_with_its_place(sample: Any, text: str
 
 def test_what_could_not_be_read_again_is_refused_at_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "_readable", set())
-    monkeypatch.setattr(codec, "_array_reader", lambda kind, rest: 1 / 0)
+    monkeypatch.setattr(codec, "array_reader", lambda kind, rest: 1 / 0)
     with pytest.raises(TypeError, match=r"could not be read again \(DamagedError: .*ZeroDivisionError"):
         codec.encode((np.zeros((3, 5, 7)), "new here"))
 
     with monkeypatch.context() as patch:
-        patch.setattr(codec, "_PLAIN", {**codec._PLAIN, "int": lambda source, start, stop: "other"})
+        patch.setattr(codec, "PLAIN", {**codec.PLAIN, "int": lambda source, start, stop: "other"})
         with pytest.raises(TypeError, match=r"would come back as .*'str'.*; expected .*'int'"):
             codec.encode([("an int, which", ["is read otherwise"]), 5])
 

@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.epoch import pause_of
+from lightning_gpuopt.diagnosis.causes.sentences import at_most, bound_to_one_cpu, threads_per_worker
 from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.predict import ceiling, loader_model, speedup_of_workers, without_data_s
+from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers, without_data_s
 from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
-from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT, most_workers, next_workers, prefetch_needed
 from lightning_gpuopt.measurements.loading import QueueTimes
@@ -36,8 +36,6 @@ _SWAPPING_MIB_S: Final = 4.0
 # variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)
 _UNEVEN: Final = 1.0
 _COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
-# threads of a worker that are busy at once: fewer are its own thread and one that sends its batches
-_A_POOL: Final = 1.5
 _A_THIRD: Final = 1 / 3  # what explains so much of the wait for data is a finding of its own
 _MOSTLY: Final = 0.5
 _NEARLY_EVERY: Final = 0.8
@@ -413,14 +411,6 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
     return " ".join([*parts, *at_most(measurement)])
 
 
-def threads_per_worker(host: HostActivity) -> float | None:
-    """Threads of a worker that compute at once, as those of a pool; None where it is the worker's own alone."""
-    threads, runnable = host.worker_threads, host.worker_runnable
-    if threads is None or runnable is None or min(threads, runnable) < _A_POOL:
-        return None
-    return threads
-
-
 def _threads(cause: str, measurement: Measurement, settings: dict[str, Any]) -> list[str]:
     """A sentence where the workers' threads are more than the CPUs, now or with the workers that are advised."""
     host, now = measurement.host, measurement.loader.num_workers
@@ -435,26 +425,6 @@ def _threads(cause: str, measurement: Measurement, settings: dict[str, Any]) -> 
         "cv2.setNumThreads(0) (OpenCV) and torch.set_num_threads(1), for OpenMP and BLAS by OMP_NUM_THREADS=1 in the "
         "environment."
     ]
-
-
-def bound_to_one_cpu(measurement: Measurement) -> list[str]:
-    """A sentence for the advice where the process may use only one CPU; empty elsewhere."""
-    host = measurement.host
-    if host is None or host.affinity != 1:
-        return []
-    return [
-        "This process, its threads and its workers may use only one of the machine's CPUs: look at taskset, numactl, "
-        "KMP_AFFINITY and OMP settings, and at how the job is launched (Slurm: --cpus-per-task, --cpu-bind)."
-    ]
-
-
-def at_most(measurement: Measurement) -> list[str]:
-    """A sentence on the most that a change of the loader can bring, by the GPU's step time; empty without a GPU."""
-    most = ceiling(measurement)
-    if most is None or not measurement.waterfall.on_gpu:
-        return []
-    rest_ms = without_data_s(measurement) * 1e3
-    return [f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."]
 
 
 def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> str:

@@ -6,7 +6,6 @@ import math
 from typing import Final
 
 from lightning_gpuopt.diagnosis.causes.loader import (
-    at_most,
     cpu_cause,
     exposed_by,
     host_evidence,
@@ -15,6 +14,7 @@ from lightning_gpuopt.diagnosis.causes.loader import (
     rounded,
     wait_evidence,
 )
+from lightning_gpuopt.diagnosis.causes.sentences import at_most
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import pipeline_model, speedup_of_threads

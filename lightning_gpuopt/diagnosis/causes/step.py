@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.loader import (
-    bound_to_one_cpu,
     exposed_by,
     hook_name,
     host_evidence,
     memory_is_short,
     rounded,
 )
+from lightning_gpuopt.diagnosis.causes.sentences import bound_to_one_cpu
 from lightning_gpuopt.diagnosis.causes.table import CAUSES, MEASURING
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
