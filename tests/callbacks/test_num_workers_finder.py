@@ -172,11 +172,11 @@ def test_however_an_epoch_goes_on_and_ends_workers_that_take_over_in_it_change_n
         return Validated(*(loader(workers, 60) for workers in (1, 4)[:loaders]))
 
     plain = fit(tmp_path, model(), **options)
-    decisions.update({1: 3, 3: 2})
+    decisions.update({1: 3, 3: 2, 4: 5})
     finder = NumWorkersFinder()
     tuned = fit(tmp_path, model(), finder, *[CudaPrefetcher(enabled=True)][: int(ahead)], **options)
     assert tuned == plain
-    assert [choice.num_workers for choice in finder.choices.values()] == [2, 4][:loaders]
+    assert [choice.num_workers for choice in finder.choices.values()] == [2, 5][:loaders]
 
 
 def test_the_trainer_and_the_loader_are_left_as_they_were(tmp_path: Path, decisions: dict[int, int]) -> None:

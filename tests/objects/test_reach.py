@@ -99,7 +99,6 @@ PATHS: dict[str, Callable[[Any], Any]] = {
     "stand-in of ours": lambda state: WorkerStart(lambda worker: state.scale, None, "", {}, {}, None),
     "namespace": lambda state: of(SimpleNamespace(state=state)),
     "class attribute": lambda state: made(state=state),
-    "class attribute of a base": lambda state: made((type(made(state=state)),)),
     "import inside": lambda state: vars(SETTINGS).update(level=state) or made(__getitem__=imported),
     "global": by_global(lambda: made(__getitem__=scaled)),
     "global of a decorated installed function": by_global(lambda: of(functools.wraps(sum)(lambda x: CURRICULUM.scale))),
@@ -158,6 +157,16 @@ def test_a_global_that_is_bound_anew_is_a_change_and_an_unrelated_one_is_none(mo
     monkeypatch.setitem(globals(), "UNRELATED", 2)
     assert not before.has_changed()
     bind(State())
+    assert before.has_changed()
+
+
+class Base:
+    scale = 1
+
+
+def test_an_attribute_of_a_base_class_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = DatasetState(dataset=made((Base,)))
+    monkeypatch.setattr(Base, "scale", 2)
     assert before.has_changed()
 
 
