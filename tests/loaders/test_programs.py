@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.callbacks.auto_fix_runs import FAST, SLOW, Numbers, Run, finding, loader, script
 from tests.fork_server import run_code
 from tests.helpers import wait_for
 from tests.loaders.programs import (
@@ -189,6 +193,52 @@ def test_workers_that_live_on_leave_the_loader_s_number_as_it_was_restored() -> 
 def test_where_workers_live_on_a_dataset_that_changes_is_brought_to_new_ones() -> None:
     acts = (Act(0, 1, "change", "persistent_workers", True), Act(2, 0, "version"))
     compare(Program(num_workers=1, epochs=5, acts=acts))
+
+
+@st.composite
+def trainings(draw: st.DrawFn) -> dict[str, Any]:
+    setting = draw(st.sampled_from(["num_workers", "prefetch_factor", "persistent_workers"]))
+    return {
+        "finding": {setting: draw(VALUES[setting].filter(bool))},
+        "before": draw(st.integers(5, 12)),
+        "after": draw(st.sampled_from([FAST, SLOW])),
+        "draws": draw(st.sampled_from(["", "", "torch", "numpy", "random"])),
+        "length": draw(st.integers(20, 60)),
+        "loader": {
+            "num_workers": draw(st.integers(0, 3)),
+            "batch_size": draw(st.integers(1, 3)),
+            "generator": draw(st.none() | st.integers(0, 3)),
+        },
+    }
+
+
+def check_training(training: dict[str, Any]) -> None:
+    """The same samples, order and weights under AutoFix."""
+
+    def made() -> Any:
+        given = dict(training["loader"])
+        if given["generator"] is not None:
+            given["generator"] = torch.Generator().manual_seed(given["generator"])
+        return loader(Numbers(training["length"], training["draws"]), **given)
+
+    detector = script([finding(**training["finding"])], training["after"], before=training["before"])
+    with tempfile.TemporaryDirectory() as folder:
+        autofix = Run(Path(folder), detector, made())
+        assert autofix.left == []
+        assert autofix.same_as_without(Path(folder), made())
+
+
+@machine(2)
+@given(trainings())
+def test_a_training_under_autofix_is_as_without(training: dict[str, Any]) -> None:
+    check_training(training)
+
+
+@pytest.mark.matrix
+@machine(60)
+@given(trainings())
+def test_many_trainings_under_autofix_are_as_without(training: dict[str, Any]) -> None:
+    check_training(training)
 
 
 def runs(pid: int) -> bool:
