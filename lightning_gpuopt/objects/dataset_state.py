@@ -214,7 +214,8 @@ class DatasetState:
             # what is trained is noted, and not held by this
             reads = [(m, name) for m, name in reads_of(function) if kind_of(m[name]) not in ("trained", "lightning")]
             names = names_in(function.__code__)
-            if names & _SEEDS and "initial_seed" not in names:
+            seeds = names & _SEEDS or any("seed" in each.lower() for each in names)  # maybe through a helper
+            if seeds and "initial_seed" not in names:
                 self.seeds_by_number |= "get_worker_info" in names or node.path.startswith("worker_init_fn")
             if names & _ENVIRONMENT:  # as bytes where these can be had: for each batch
                 self._watch(node, lambda: dict(getattr(os.environ, "_data", os.environ)))

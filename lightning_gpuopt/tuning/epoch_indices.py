@@ -25,7 +25,7 @@ class EpochIndices:
         self.ended = False
         self._error: Exception | None = None
         self._length: int | None = None
-        with suppress(TypeError, NotImplementedError):
+        with suppress(Exception):  # of the user's: torch does not ask
             self._length = len(sampler)
 
     def begin(self) -> None:
@@ -44,8 +44,9 @@ class EpochIndices:
 
     def take(self) -> Any:
         """The next one, for a segment; StopIteration also where there is none yet."""
-        # the end is not asked for early: torch's samplers draw once more as they end, and the epoch may be left before
-        more = self._length is None or self.drawn < self._length
+        # nor the last one early, which may be shorter: to make it a BatchSampler asks for the end, at which torch's
+        # samplers draw once more, and the epoch may be left before
+        more = self._length is None or self.drawn < self._length - 1
         if not self.waiting and (self.drawn < self.due or (more and self.ahead())):
             self._draw()
         if not self.waiting:

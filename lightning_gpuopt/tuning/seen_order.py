@@ -53,6 +53,7 @@ _WRAPS: Final = (BatchSampler, ElasticBatchSampler)
 # seconds that may go to the state of a sampler for each batch, in the mean, and beside that :data:`_FIRST_S`
 _MAX_WATCH_S: Final = 0.002
 _FIRST_S: Final = 0.5
+_KNOWN_PART: Final = 0.1  # of these seconds, for a list that the order comes from
 
 _DATASET_SEEN: Final = 3  # indices after the first that are seen to leave the dataset as it is
 # batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first
@@ -130,11 +131,13 @@ class _Watched:
         self._spent_s = 0.0
         self._drawn = 0
         self._length: int | None = None
-        with suppress(TypeError, NotImplementedError):
+        with suppress(Exception):  # of the user's: torch does not ask
             self._length = len(sampler)
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        if self._length is None:
+            raise TypeError(f"{type(self._sampler).__name__} has no length")
+        return self._length
 
     def __iter__(self) -> Iterator[Any]:
         numbers = iter(self._sampler)
@@ -151,11 +154,12 @@ class _Watched:
             self._reads = None
         if is_list:
             behind = numbers.__reduce__()[1][0]
-            if isinstance(behind, _WRITABLE) and sys.getrefcount(behind) > _HELD_BY_ITERATOR:
-                self._reads = behind  # others that have it may write to it
+            is_held = isinstance(behind, _WRITABLE) and sys.getrefcount(behind) > _HELD_BY_ITERATOR
+            if is_held or (isinstance(behind, (list, tuple)) and any(type(each) is not int for each in behind[:1])):
+                self._reads = behind  # others that have it, or what is in it, may write to it
 
     def _rest(self, numbers: Iterator[Any]) -> Iterator[Any]:
-        order = self._order
+        order, before = self._order, None
         while True:
             if self._drawn and order.bound is None and self._has_changed():
                 order.bound = "reads what changes while training runs: earlier, it would give other batches"
@@ -167,6 +171,9 @@ class _Watched:
             except BaseException as error:
                 hide_us(error)
                 raise
+            if number is before and isinstance(number, (*_WRITABLE, dict)):
+                order.bound = "gives one list for all batches, filled anew: asked earlier, it would hold another"
+            before = number
             self._drawn += 1
             order._was_left = self._drawn != self._length
             if order.bound is None and (self._reads is not None or self._drawn == 1):
@@ -183,10 +190,12 @@ class _Watched:
         looks = self._is_first and self._drawn <= _DATASET_SEEN
         state = DatasetState(dataset=self._dataset) if looks else None
         states = RandomStates()
-        number = next(numbers)
-        if states != RandomStates():
-            order.bound = "draws random numbers for each index: another order would come of it"
-        elif state is not None and state.has_changed(but_on_demand=True):
+        try:
+            number = next(numbers)
+        finally:  # at its end as well
+            if states != RandomStates():
+                order.bound = "draws random numbers for each index: another order would come of it"
+        if order.bound is None and state is not None and state.has_changed(but_on_demand=True):
             order.bound = "changes the dataset as it is iterated: earlier would be another dataset"
         return number
 
@@ -226,7 +235,9 @@ class _Watched:
         began = time.thread_time()
         changed = self._state.has_changed()
         self._spent_s += time.thread_time() - began
-        if not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * self._drawn and not self._is_known:
+        if not changed and self._is_known and self._spent_s > _KNOWN_PART * (_FIRST_S + _MAX_WATCH_S * self._drawn):
+            self._reads = self._state = None  # a long list that nearly nobody writes to
+        elif not changed and self._spent_s > _FIRST_S + _MAX_WATCH_S * self._drawn:
             self._order.bound = _UNSEEN
         return changed
 

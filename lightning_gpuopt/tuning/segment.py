@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,23 @@ log = logging.getLogger(__name__)
 
 
 class Drained:
-    """Batches that have come, and errors, in their turn."""
+    """Batches that have come, and errors, in their turn; and then what an iterator still gives, where there is one."""
 
-    def __init__(self, came: Iterable[tuple[Any, Exception | None]]) -> None:
-        self._came = iter(came)
+    def __init__(self, came: Iterable[tuple[Any, Exception | None]], rest: Any = None) -> None:
+        self._came, self._rest = deque(came), rest
 
     def __next__(self) -> Any:
-        batch, error = next(self._came)
+        if not self._came and self._rest is not None:
+            return next(self._rest)
+        if not self._came:
+            raise StopIteration
+        batch, error = self._came.popleft()
         if error is not None:
             raise error
         return batch
+
+    def _shutdown_workers(self) -> None:
+        shut_down(self._rest)
 
 
 @dataclass
@@ -59,21 +67,26 @@ class Segment:
     def drain(self) -> None:
         """Receive all that its workers were asked for, and end them."""
         self.rest.stopped, came = True, list[tuple[Any, Exception | None]]()
-        for _ in range(len(self.rest.given)):
-            try:
-                came.append((next(self.batches), None))
-            except Exception as error:  # in its turn
-                came.append((None, error))
-                if not self.has_come(error):  # nor will another
-                    break
-        shut_down(self.batches)
-        self.batches = Drained(came)
+        running, is_whole = self.batches, False
+        try:
+            for _ in range(len(self.rest.given)):
+                try:
+                    came.append((next(running), None))
+                except Exception as error:  # in its turn
+                    came.append((None, error))
+                    if not self.has_come(error):  # what comes after it, who asks shall see
+                        return
+            is_whole = True
+        finally:
+            self.batches = Drained(came, None if is_whole else running)
+            if is_whole:
+                shut_down(running)
 
     def has_come(self, error: Exception) -> bool:
         """Whether an error came in place of a batch: torch's own, as of a worker's death, leave the batch to come."""
-        return not self.loader.num_workers or any(
-            frame.f_code.co_name == "reraise" for frame, _ in traceback.walk_tb(error.__traceback__)
-        )
+        if not self.loader.num_workers:
+            return bool(self.rest.given)
+        return any(frame.f_code.co_name == "reraise" for frame, _ in traceback.walk_tb(error.__traceback__))
 
     def end(self) -> None:
         """End its workers, beside training."""

@@ -24,7 +24,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down
+from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down, workers_of
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
 from lightning_gpuopt.tuning.draws import DrawWatch
@@ -191,13 +191,18 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
                 self._count_turn()
             if not self._depth:
                 self._indices.draw_what_is_due()
+                if self._segments[-1].rest.refused:
+                    self._segments[-1].ask_again()
             while True:
                 segment = self._segments[0]
                 if segment.rest.stopped:
                     segment = self._now()
                 try:
                     batch = next(segment.batches)
-                except StopIteration:
+                except StopIteration as end:
+                    if segment.has_come(end):  # a dataset of the user's raised it
+                        self._taken(segment)
+                        raise
                     if len(self._segments) > 1:  # it gave less than it was asked for
                         self._segments.popleft().end()
                     elif self._indices.waiting:  # the sampler gives more than it said
@@ -209,7 +214,11 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
                         self._taken(segment)
                         raise
                     if not self._goes_on_after(segment, error):
+                        self._count_no_turn()
                         raise
+                except BaseException:  # such as Ctrl-C
+                    self._count_no_turn()
+                    raise
                 else:
                     self._taken(segment)
                     return batch
@@ -233,6 +242,11 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     def _count_turn(self) -> None:
         self.shared.order.turns += 1
         self._indices.due += 1
+
+    def _count_no_turn(self) -> None:
+        """No batch came in the turn that was counted."""
+        if "_try_put_index" not in self.__dict__:
+            self._indices.due -= 1
 
     def _try_put_index(self) -> None:
         """The turn of a batch that was taken ahead has come: ask for one more."""
@@ -338,7 +352,9 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     def _goes_on_after(self, segment: Segment, error: Exception) -> bool:
         """Go back to the user's own number of workers where one of more has died."""
-        workers = segment.loader.num_workers
+        died = [each for each in self._segments if not all(one.is_alive() for one in workers_of(each.batches))]
+        died = died or [segment]  # it was drained
+        workers = min(each.loader.num_workers for each in died)
         if not str(error).startswith(_DIED) or workers <= self._own_workers or self._loader() is None:
             return False
         if not getattr(segment.loader, "in_order", True):  # which batches have come is not known

@@ -175,6 +175,44 @@ def test_a_list_that_training_writes_to(sampler: Any, writes: Any, tells: bool) 
     assert ("reads what changes while training runs" in (reason or "")) is tells
 
 
+class FillsAnew(Own):
+    def __iter__(self) -> Iterator[Any]:
+        batch = [0, 0]
+        for number in range(0, 300, 2):
+            batch[:] = [number, number + 1]
+            yield batch
+
+
+def test_one_list_for_all_batches() -> None:
+    loader = DataLoader(DATA, batch_sampler=FillsAnew())
+    assert "gives one list for all batches" in (seen(loader).why_not_ahead(loader) or "")
+
+
+class DrawsAtTheEnd(Own):
+    def __iter__(self) -> Iterator[int]:
+        yield from (number for number in range(300))
+        torch.rand(())
+
+
+def test_one_that_draws_as_it_ends() -> None:
+    loader = DataLoader(DATA, sampler=DrawsAtTheEnd(), batch_size=30)
+    assert "draws random numbers" in (seen(loader).why_not_ahead(loader) or "")
+
+
+@pytest.mark.parametrize("wrap", [list, tuple])
+def test_lists_in_a_copied_list_that_training_writes_to(wrap: Any) -> None:
+    batches = [[number, number + 1] for number in range(0, 40, 2)]
+    sampler: Any = Own()
+    sampler.batches = batches
+    type(sampler).__iter__, before = lambda self: iter(wrap(self.batches)), type(sampler).__iter__
+    try:
+        loader = DataLoader(DATA, batch_sampler=sampler)
+        reason = seen(loader, lambda: batches[-1].reverse()).why_not_ahead(loader)
+    finally:
+        type(sampler).__iter__ = before
+    assert "reads what changes while training runs" in (reason or "")
+
+
 class Follows(Own):
     """Reads what training writes into it."""
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
-from lightning_gpuopt.compat.dataloader import WorkerBatches, WorkersIterator, numbered_workers, workers_of
+from lightning_gpuopt.compat.dataloader import WorkerBatches, WorkersIterator, numbered_workers, shut_down, workers_of
 from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.timeline.worker_numbers import worker_number
@@ -323,6 +323,47 @@ def test_an_error_of_torch_s_own_leaves_the_batch_to_come(monkeypatch: pytest.Mo
             iterator.resize(number - 1)
     assert seen == list(range(240))
     assert next(iterator, None) is None
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+@pytest.mark.parametrize("length", [30, 31, 32])
+def test_the_generator_of_an_epoch_that_is_left_is_as_without(own: int, length: int) -> None:
+    """A short last batch makes a BatchSampler ask for the end, at which RandomSampler draws once more."""
+
+    def orders(plan: dict[int, int]) -> list[list[tuple[int, ...]]]:
+        source = loader(own, length)
+        return [read(source, plan if own else dict.fromkeys(plan, 3), stop) for stop in (9, None)]
+
+    assert orders({2: 3, 5: 2}) == orders({})
+
+
+class RunsDry(Numbers):
+    """Ends the epoch at a sample, as an iterator in it that has no more."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) if index < 61 else next(iter(()))
+
+
+@pytest.mark.parametrize("own", [0, 1, 2])
+def test_a_dataset_that_raises_stop_iteration_ends_the_epoch_where_it_would_have(own: int) -> None:
+    given: dict[str, Any] = {"dataset": RunsDry(), "shuffle": False}
+    ours, plain = segmented(loader(own, **given)), iter(loader(own, **given))
+    assert outcomes(ours, {9: 3, 29: 1}) == outcomes(plain, {})
+    for each in (ours, plain):  # while they are held by nobody else: torch waits 5 s for each worker in a cycle
+        shut_down(each)
+
+
+def test_no_worker_is_started_for_each_batch_where_nothing_may_come_early_any_more() -> None:
+    indices = list(range(240))
+    source = loader(0, sampler=indices, shuffle=False)
+    source.num_workers, source.prefetch_factor = 3, 2
+    iterator, seen = segmented(source, 0), list[int]()
+    for number, batch in enumerate(iterator):
+        seen += batch[:, 0].tolist()
+        if number == 10:
+            indices[-1] = 7
+    assert seen == [*range(239), 7]
+    assert iterator._count == 1
 
 
 def test_workers_have_numbers_of_their_own_while_two_segments_run() -> None:
