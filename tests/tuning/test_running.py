@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import workers_of
@@ -414,11 +415,16 @@ def seeds(worker: int) -> None:
     random.seed(42 + worker)
 
 
+def seeds_by_a_helper(worker: int) -> None:
+    seed_everything(worker, verbose=False)
+
+
 @pytest.mark.parametrize(
     ("own", "kwargs", "reason"),
     [
         (1, {"timeout": 60}, "the first batches of new workers may take longer than the loader's timeout=60"),
         (1, {"worker_init_fn": seeds}, "they seed themselves by their number"),
+        (1, {"worker_init_fn": seeds_by_a_helper}, "they seed themselves by their number"),
         (0, {}, "workers started by 'spawn' take seconds"),
     ],
 )

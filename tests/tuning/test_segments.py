@@ -76,6 +76,7 @@ def descriptors() -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
+    torch.manual_seed(0)  # a seed of this process need not fit into int64
     gc.collect()
     before, files, threads = children(), shared_files(), threading.active_count()
     yield
@@ -316,8 +317,10 @@ def test_an_error_of_torch_s_own_leaves_the_batch_to_come(monkeypatch: pytest.Mo
         if number in (3, 5):
             with monkeypatch.context() as patched:
                 patched.setattr(WorkersIterator, "_next_data", fails)
+                due = iterator._indices.due
                 with pytest.raises(RuntimeError, match="thread exited"):
                     next(iterator)
+                assert iterator._indices.due == due
         seen += next(iterator)[:, 0].tolist()
         if number in (4, 5):
             iterator.resize(number - 1)
@@ -335,6 +338,20 @@ def test_the_generator_of_an_epoch_that_is_left_is_as_without(own: int, length: 
         return [read(source, plan if own else dict.fromkeys(plan, 3), stop) for stop in (9, None)]
 
     assert orders({2: 3, 5: 2}) == orders({})
+
+
+class NoLength(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(20))
+
+    def __len__(self) -> int:
+        raise ValueError("not known yet")
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_sampler_whose_length_raises_is_not_asked_for_it(own: int) -> None:
+    seen = read(loader(own, sampler=NoLength(), shuffle=False), {2: 2} if own else {})
+    assert seen == [(number, number + 1) for number in range(0, 20, 2)]
 
 
 class RunsDry(Numbers):
