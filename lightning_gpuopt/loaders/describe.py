@@ -27,7 +27,7 @@ Facts = dict[str, Any]
 
 
 def describe(loader: Any, iterator: Any = None, *, key: str = "") -> LoaderDescription:
-    """What a loader is; ``key`` is its place in a CombinedLoader, empty where it is the only one.
+    """What a loader is; ``key`` names it in a CombinedLoader, and is empty where it is the only one.
 
     The workers of ``iterator``, which runs over it or over the DataLoader inside it, count, where the loader is to have
     others from its next iterator on.
