@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 
@@ -67,17 +69,32 @@ def raising_handler():
     signal.signal(signal.SIGUSR1, before)
 
 
+def waits_in_undisturbed(ident: int) -> bool:
+    """Whether a thread is at the line at which ``undisturbed`` waits, so that what a handler raises comes there."""
+    lines, first = inspect.getsourcelines(undisturbed)
+    waits = first + next(number for number, line in enumerate(lines) if "done.acquire(timeout" in line)
+    frame = sys._current_frames()[ident]
+    return frame.f_code is undisturbed.__code__ and frame.f_lineno == waits
+
+
 def test_what_handlers_raise_does_not_end_the_wait(raising_handler):
     raised, done = [], []
+    over, main = threading.Event(), threading.get_ident()
 
     def disturb():
         for number in range(20):
+            while len(raised) < number or not waits_in_undisturbed(main):
+                if over.is_set():
+                    return
             os.kill(os.getpid(), signal.SIGUSR1)
-            while len(raised) <= number:
-                pass
+        while len(raised) < 20 and not over.is_set():
+            pass
         done.append(True)
 
-    undisturbed(60.0, disturb, lambda error: raised.append(str(error)) or True)
+    try:
+        undisturbed(60.0, disturb, lambda error: raised.append(str(error)) or True)
+    finally:
+        over.set()
     assert done == [True]
     assert raised == ["a worker died"] * 20
 
