@@ -9,7 +9,7 @@ from typing import Final
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
-from lightning_gpuopt.measurements.loader_model import MIN_SPREAD, LoaderModel, receive_cost
+from lightning_gpuopt.measurements.loader_model import MIN_SPREAD, LoaderModel, cpus_between, model_from, receive_cost
 
 SPREADS: Final = {"workers": 0.04, "without": 0.07, "storage": 0.14}
 """By what is advised: how far what came was from what was expected, in nine of ten runs. ``python -m evaluation
@@ -25,28 +25,52 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
     The consumer is the diagnosed device, with its step time without data waits. On CUDA the host receives batches while
     the GPU computes, at no cost, unless it waits for the GPU in every step.
     """
+    costs, workers = _costs(measurement), measurement.workers
+    if costs is None or workers is None:
+        return None
+    return replace(model_from(costs), unevenness=workers.unevenness or 0.0)
+
+
+def loader_costs(measurement: Measurement) -> LoaderCosts | None:
+    """What the loader and the step cost per batch; None where workers or steps were not measured."""
+    return _costs(measurement) if measurement.loader.num_workers is not None else None
+
+
+def _costs(measurement: Measurement) -> LoaderCosts | None:
     times, workers, host, waterfall = measurement.times, measurement.workers, measurement.host, measurement.waterfall
     if workers is None or not workers.batches or not times.steps or waterfall.step_s is None:
         return None
-    service_s = workers.busy_s / workers.batches
-    cpu_s = min(workers.cpu_s / workers.batches, service_s)
-    consumer_cpu_s = 0.0
-    cpus = (math.inf, math.inf, math.inf)
+    loader, batches = measurement.loader, workers.batches
+    cpu_s = min(workers.cpu_s, workers.busy_s) / batches
+    consumer_cpu_s = queued_s = free_cpus = None
     if host is not None:
-        cpus = _cpus(host, workers.cpu_s / times.wall_s if measurement.loader.num_workers else 0.0)
+        free_cpus = _cpus(host, workers.cpu_s / times.wall_s if loader.num_workers else 0.0)[0]
         if host.process_cpus is not None:
-            own_s = cpu_s if not measurement.loader.num_workers else 0.0
+            own_s = cpu_s if not loader.num_workers else 0.0
             consumer_cpu_s = max(host.process_cpus * times.wall_s / times.steps - own_s, 0.0)
+        if loader.num_workers:
+            cpu_s = max(cpu_s, (host.worker_cpu or 0.0) * host.seconds / batches)
+            queued_s = host.worker_queued * host.seconds / batches if host.worker_queued is not None else None
     hidden = waterfall.on_gpu and not waterfall.exposed_by
-    return LoaderModel(
-        service_s=service_s,
-        cpu_s=cpu_s,
-        receive_s=(0.0, 0.0, 0.0) if hidden else receive_cost(workers.batch_bytes or 0.0),
+    bins = sorted(each for each, count in workers.took.items() if count)
+    every = range(bins[0], bins[-1] + 1) if bins else range(0)
+    return LoaderCosts(
+        num_workers=loader.num_workers or 0,
+        prefetch_factor=loader.prefetch_factor,
+        batches=batches,
+        data_s=workers.data_wall_s / batches,
+        data_cpu_s=min(workers.data_cpu_s, workers.data_wall_s) / batches,
+        collate_s=workers.collate_wall_s / batches,
+        worker_cpu_s=cpu_s,
+        queued_s=queued_s,
         consumer_s=without_data_s(measurement),
         consumer_cpu_s=consumer_cpu_s,
-        cpus=cpus,
+        receive_s=(0.0, 0.0, 0.0) if hidden else receive_cost(workers.batch_bytes or 0.0),
+        usable_cpus=host.usable_cpus if host is not None else None,
+        free_cpus=free_cpus,
         spread=_spread(measurement),
-        unevenness=workers.unevenness or 0.0,
+        edges_s=tuple(2 ** (each / 4) / 1e9 for each in [*every, every[-1] + 1]) if bins else (),
+        counts=tuple(workers.took.get(each, 0) for each in every),
     )
 
 
@@ -98,12 +122,10 @@ def ceiling(measurement: Measurement) -> float | None:
 
 
 def _cpus(host: HostActivity, worker_cpus: float) -> Interval:
-    """CPUs that we can count on: at worst what we use now and what is free, at best all that we may use."""
-    usable = max(host.usable_cpus, 0.1)
+    """CPUs that we can count on: at worst what we use now and what is free."""
     if host.process_cpus is None or host.free_cpus is None:
-        return usable, usable, usable
-    sure = min(max(host.process_cpus + worker_cpus + host.free_cpus, 0.1), usable)
-    return sure, (sure + usable) / 2, usable
+        return (host.usable_cpus,) * 3
+    return cpus_between(host.process_cpus + worker_cpus + host.free_cpus, host.usable_cpus)
 
 
 def _spread(measurement: Measurement) -> float:
@@ -114,40 +136,56 @@ def _spread(measurement: Measurement) -> float:
     return min(max(2 * math.sqrt(workers.unevenness / workers.batches), MIN_SPREAD), 0.5)
 
 
-def speedup_of_workers(measurement: Measurement, workers: int) -> Interval | None:
-    """Steady steps per second with so many workers (at least 1), over now: (low, mid, high)."""
-    return _speedup(loader_model(measurement), workers, measurement)
+def speedup_of_workers(measurement: Measurement, workers: int, prefetch_factor: int | None = None) -> Interval | None:
+    """Steady steps per second with so many workers, 0: none, and batches ahead, over now: (low, mid, high).
+
+    ``what-if`` forecasts the same of the run's report.
+    """
+    return _speedup(
+        _explained(measurement), measurement, workers, prefetch_factor or measurement.loader.prefetch_factor
+    )
 
 
 def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | None:
     """Steps per second with so many pipeline threads, over now: (low, mid, high); nothing else may be the limit."""
-    return _speedup(pipeline_model(measurement), threads, measurement)
+    return _speedup(pipeline_model(measurement), measurement, threads)
+
+
+def _explained(measurement: Measurement) -> LoaderModel | None:
+    """The model, which explains the step as it was."""
+    model, step_s, loader = loader_model(measurement), measurement.waterfall.step_s, measurement.loader
+    if model is None or step_s is None:
+        return None
+    return model.explaining(step_s, loader.num_workers or 0, loader.prefetch_factor or 2)
 
 
 def _speedup(
-    model: LoaderModel | None, workers: int, measurement: Measurement, spread: float = SPREADS["workers"]
+    model: LoaderModel | None,
+    measurement: Measurement,
+    workers: int,
+    prefetch_factor: int | None = None,
+    spread: float = SPREADS["workers"],
 ) -> Interval | None:
     now_s = measurement.waterfall.step_s
     if model is None or now_s is None:
         return None
-    best_s, expected_s, worst_s = model.step_s(workers)
+    best_s, expected_s, worst_s = model.step_s(workers, prefetch_factor or 2)
     return _ordered(now_s / worst_s, now_s / expected_s, now_s / best_s, spread)
 
 
-def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float, saved_cpu_s: float) -> Interval | None:
-    """Steady steps per second with batches that cost so much less each, over now: (low, mid, high)."""
-    model, waterfall = loader_model(measurement), measurement.waterfall
+def speedup_of_cheaper_batches(measurement: Measurement, saved_s: float) -> Interval | None:
+    """Steady steps per second with batches that cost so much less CPU time each, over now: (low, mid, high)."""
+    model, waterfall, loader = _explained(measurement), measurement.waterfall, measurement.loader
     if model is None or waterfall.step_s is None:
         return None
-    if not measurement.loader.num_workers:
+    if not loader.num_workers:
         host_s = measurement.times.phases["data_wait"]
         # the first batch of an epoch is fetched before its steps begin, and is no part of them
         share = min(host_s / (model.service_s * measurement.times.steps), 1.0)
         seconds = min(share * saved_s * waterfall.steps, waterfall.wait("data_wait"))
         return speedup_without(measurement, seconds, spread=SPREADS["storage"])
-    service_s, cpu_s = max(model.service_s - saved_s, 0.0), max(model.cpu_s - saved_cpu_s, 0.0)
-    cheaper = replace(model, service_s=service_s, cpu_s=min(cpu_s, service_s))
-    return _speedup(cheaper, measurement.loader.num_workers, measurement, SPREADS["storage"])
+    cheaper = replace(model, service_s=max(model.service_s - saved_s, 0.0), cpu_s=max(model.cpu_s - saved_s, 0.0))
+    return _speedup(cheaper, measurement, loader.num_workers, loader.prefetch_factor, SPREADS["storage"])
 
 
 def speedup_without(
@@ -199,34 +237,3 @@ def _ordered(low: float, mid: float, high: float, spread: float) -> Interval:
     """An interval as wide as predictions of its kind are uncertain; no change for the better predicts a loss."""
     mid = max(mid, 1.0)
     return max(min(low, mid / (1 + spread)), 1.0), mid, max(high, mid * (1 + spread))
-
-
-def loader_costs(measurement: Measurement) -> LoaderCosts | None:
-    """What the loader and the step cost per batch; None where workers or steps were not measured."""
-    model, workers, host, loader = loader_model(measurement), measurement.workers, measurement.host, measurement.loader
-    if model is None or workers is None or loader.num_workers is None:
-        return None
-    cpu_s, queued_s = model.cpu_s, None
-    if loader.num_workers and host is not None:
-        cpu_s = max(cpu_s, (host.worker_cpu or 0.0) * host.seconds / workers.batches)
-        queued_s = host.worker_queued * host.seconds / workers.batches if host.worker_queued is not None else None
-    bins = sorted(each for each, count in workers.took.items() if count)
-    every = range(bins[0], bins[-1] + 1) if bins else range(0)
-    return LoaderCosts(
-        num_workers=loader.num_workers,
-        prefetch_factor=loader.prefetch_factor,
-        batches=workers.batches,
-        data_s=workers.data_wall_s / workers.batches,
-        data_cpu_s=min(workers.data_cpu_s, workers.data_wall_s) / workers.batches,
-        collate_s=workers.collate_wall_s / workers.batches,
-        worker_cpu_s=cpu_s,
-        queued_s=queued_s,
-        consumer_s=model.consumer_s,
-        consumer_cpu_s=model.consumer_cpu_s if host is not None and host.process_cpus is not None else None,
-        receive_s=model.receive_s,
-        usable_cpus=host.usable_cpus if host is not None else None,
-        free_cpus=model.cpus[0] if host is not None else None,
-        spread=model.spread,
-        edges_s=tuple(2 ** (each / 4) / 1e9 for each in [*every, every[-1] + 1]) if bins else (),
-        counts=tuple(workers.took.get(each, 0) for each in every),
-    )

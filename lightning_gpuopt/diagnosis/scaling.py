@@ -7,19 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 from lightning_gpuopt.diagnosis.record import RunRecord
-from lightning_gpuopt.diagnosis.simulate import Pipeline, simulate
 from lightning_gpuopt.diagnosis.what_if import (
     CannotSayError,
     Limit,
+    Run,
     WhatIf,
     batch_factor,
     limit_of,
     notes_on,
-    off_notes,
-    pipelines,
+    run_of,
 )
 from lightning_gpuopt.measurements.loader_costs import Interval
-from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
+from lightning_gpuopt.measurements.loader_model import STEP_SPREAD, LoaderModel
 
 _BUCKET_BYTES: Final = 25 << 20  # DDP's default ``bucket_cap_mb``
 _BACKWARD: Final = 2 / 3  # share of a step's own work that the backward pass takes, beside which gradients are reduced
@@ -119,71 +118,50 @@ def scaling(
     """
     measured_s = _step_on_one_gpu(report)
     size = gradient_bytes if gradient_bytes is not None else _gradient_bytes(report)
-    run, costs = _run_of(report, change, measured_s), report.loader_costs
-    cpus = run.sides[1].cpus / ranks
+    costs, own_share, run = report.loader_costs, 1.0, _without_loader(measured_s)
+    if costs is not None or change != _AS_IT_IS:
+        run = run_of(report, change)
+    else:
+        own_share -= report.headroom or 0.0
+    cpus = run.then[1].cpus[1] / ranks
+    links = [link] if link is not None else ASSUMED
     return Scaling(
         ranks=ranks,
         gradient_bytes=size,
         buckets=_buckets(size),
         measured_step_s=measured_s,
-        own_step_s=costs.consumer_s if costs is not None else measured_s * run.own_share,
+        own_step_s=costs.consumer_s if costs is not None else measured_s * own_share,
         cpus_per_rank=cpus if math.isfinite(cpus) else None,
-        links=[_over(each, ranks, size, run) for each in ([link] if link is not None else ASSUMED)],
-        notes=run.notes,
+        links=[_over(each, ranks, size, report, change, run, own_share) for each in links],
+        notes=notes_on(report, run, change),
     )
 
 
-@dataclass(frozen=True)
-class _Run:
-    """The run on one GPU."""
-
-    sides: list[Pipeline]  # at best, as expected, at worst
-    step_s: float  # of one batch as it was, measured
-    samples: float  # of a batch, after over before
-    most: float  # speed-up per GPU that cannot be exceeded
-    own_share: float  # share of ``consumer_s`` that is the step's own work
-    batches: int  # between two reductions
-    notes: list[str]
+def _without_loader(step_s: float) -> Run:
+    """A run of whose loader nothing is known."""
+    model = LoaderModel(0.0, 0.0, step_s, 0.0, (math.inf,) * 3)
+    return Run(step_s, step_s, model, (model,) * 3, 0, 2)
 
 
-def _run_of(report: RunRecord, change: WhatIf, measured_s: float) -> _Run:
-    own_share = 1.0
-    if report.loader_costs is None and change == _AS_IT_IS:
-        own_share = 1.0 - (report.headroom or 0.0)
-        sides = [_without_loader(measured_s * (1 + sign * STEP_SPREAD)) for sign in (-1, 0, 1)]
-        notes = ["What the loader costs is not in the report: the loaders are taken to keep up with more GPUs."]
-    else:
-        costs, _, now, sides = pipelines(report, change)
-        notes = notes_on(report, costs, change) + off_notes(simulate(now[1]).step_s, measured_s)
-    return _Run(
-        sides=sides,
-        step_s=measured_s,
-        samples=batch_factor(report, change),
-        most=1.0 if change == _AS_IT_IS else math.inf,
-        own_share=own_share,
-        batches=int(_digits(report, "accumulate_grad_batches") or 1),
-        notes=notes,
-    )
-
-
-def _without_loader(step_s: float) -> Pipeline:
-    return Pipeline(0, 1, 0.0, 0.0, 0.0, 0.0, step_s, 0.0, math.inf)
-
-
-def _over(link: Link, ranks: int, size: int, run: _Run) -> LinkForecast:
-    """The run over one kind of link."""
-    reductions, exposed, then = [], [], []
-    for side, pipeline in enumerate(run.sides):
-        reductions.append(_reduction(link, ranks, size, run.batches, side))
-        exposed_s = reductions[-1].exposed_s(pipeline.consumer_s * run.own_share)
-        cpus = pipeline.cpus if link.own_cpus else pipeline.cpus / ranks
-        exposed.append(exposed_s)
-        then.append(replace(pipeline, consumer_s=pipeline.consumer_s + exposed_s, cpus=cpus))
-    paces = [simulate(each) for each in then]
-    low_s, mid_s, high_s = sorted(each.step_s for each in paces)
-    low, mid, high = (ranks * min(run.samples * run.step_s / each, run.most) for each in (high_s, mid_s, low_s))
-    limit: Limit | Literal["reduction"] = limit_of(then[1], paces[1])
-    if limit == "step" and exposed[1] > _COUNTS * run.sides[1].consumer_s:
+def _over(
+    link: Link, ranks: int, size: int, report: RunRecord, change: WhatIf, run: Run, own_share: float
+) -> LinkForecast:
+    """The run over one kind of link; ``own_share`` is the part of a step that is its own work."""
+    batches = int(_digits(report, "accumulate_grad_batches") or 1)
+    reductions = [_reduction(link, ranks, size, batches, side) for side in range(3)]
+    exposed = [each.exposed_s(model.consumer_s * own_share) for each, model in zip(reductions, run.then, strict=True)]
+    low, mid, high = (each / (1 if link.own_cpus else ranks) for each in run.then[1].cpus)
+    then = [
+        replace(model, consumer_s=model.consumer_s + exposed_s / (1 + sign * STEP_SPREAD), cpus=(low, mid, high))
+        for model, exposed_s, sign in zip(run.then, exposed, (-1, 0, 1), strict=True)
+    ]
+    paces = run.paces(then)
+    low_s, mid_s, high_s = sorted(paces)
+    most = 1.0 if change == _AS_IT_IS else math.inf  # a GPU among several is no faster than the one
+    samples = batch_factor(report, change) * run.measured_s
+    low, mid, high = (ranks * min(samples / each, most) for each in (high_s, mid_s, low_s))
+    limit: Limit | Literal["reduction"] = limit_of(then[1], run.workers, paces[1])
+    if limit == "step" and exposed[1] > _COUNTS * run.then[1].consumer_s:
         limit = "reduction"
     return LinkForecast(
         link=link,

@@ -4,17 +4,22 @@ A batch costs its worker a wall time and, in it, a CPU time; workers work side b
 and the training process; and the training process itself needs a moment to receive a batch. The slowest of these sets
 the pace. All of it is measured, but the last, which where it was not is a constant with a range.
 
-What is advised after a run and what is tried in a search for the number of workers both come from here.
+What is advised after a run, what is forecast of one that has not been made, and what is tried in a search for the
+number of workers come from here. Where the times of batches are known to differ, each waits for its turn as in torch's
+DataLoader: a few slow ones hold up the others. No clock, no chance: the same question has the same answer.
 """
 
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import cycle
 from typing import Final
 
-from lightning_gpuopt.measurements.loader_costs import Interval
+from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
 
 HEADROOM_LEFT: Final = 0.03  # share of the step below which waiting does not count
 _MAX_PREFETCH: Final = 16
@@ -30,6 +35,10 @@ _RECEIVE_S: Final[Interval] = (0.0003, 0.0008, 0.002)
 # a batch passes through shared memory once; touching fresh pages runs at about this rate
 _COPY_BYTES_PER_S: Final = 2e9
 STEP_SPREAD: Final = 0.04  # relative difference of the step time between runs of the same work
+IN_USE: Final = 0.9  # workers, or CPUs, of whose time this share is used are the limit
+_MIN_CPUS: Final = 0.1  # that a run gets at worst, where others were measured to use all
+_BATCHES: Final = 2000  # batches that are reckoned with where their times differ
+_FIRST: Final = 1000  # of those, in which the queues fill
 MIN_SPREAD: Final = 0.08  # least relative uncertainty, to either side, of a prediction for workers on a shared machine
 
 
@@ -46,30 +55,137 @@ class LoaderModel:
     receive_s: Interval = (0.0, 0.0, 0.0)
     spread: float = MIN_SPREAD  # relative uncertainty of the times, for example 0.1
     unevenness: float = 0.0  # variance of a worker's time over the square of its mean
+    edges_s: tuple[float, ...] = ()  # of a histogram of batch times, with ``counts``; empty: all alike
+    counts: tuple[int, ...] = ()
 
-    def step_s(self, workers: int) -> Interval:
+    def step_s(self, workers: int, prefetch_factor: int = 2) -> Interval:
         """Seconds per step with so many workers: (optimistic, expected, pessimistic)."""
-        low, mid, high = (
-            max(
-                (1 + side * STEP_SPREAD) * self.consumer_s + receive,
-                (1 + side * self.spread) * self.service_s / workers,
-                # fully used CPUs share caches, memory and often cores: twice the uncertainty
-                (1 + 2 * side * self.spread) * (self.cpu_s + self.consumer_cpu_s) / cpus,
-            )
-            for side, receive, cpus in zip((-1, 0, 1), self.receive_s, reversed(self.cpus), strict=True)
-        )
+        low, mid, high = (self.pace(workers, prefetch_factor, side) for side in range(3))
         return low, mid, high
+
+    def pace(self, workers: int, prefetch_factor: int = 2, side: int = 1) -> float:
+        """Seconds per step at best (``side`` 0), as expected (1) or at worst (2).
+
+        With 0 workers the training process loads by itself.
+        """
+        sign = side - 1
+        service_s, consumer_s = (1 + sign * self.spread) * self.service_s, (1 + sign * STEP_SPREAD) * self.consumer_s
+        # fully used CPUs share caches, memory and often cores: twice the uncertainty
+        cpu_s = (1 + 2 * sign * self.spread) * (self.cpu_s + self.consumer_cpu_s) / self.cpus[2 - side]
+        if not workers:
+            return max(service_s + consumer_s, cpu_s)
+        receive_s, shape = self.receive_s[side], _shape_of(self.edges_s, self.counts)
+        if not shape and prefetch_factor > 1:
+            return max(consumer_s + receive_s, service_s / workers, cpu_s)
+        return max(_in_order(shape or (1.0,), service_s, receive_s, consumer_s, workers, prefetch_factor), cpu_s)
+
+    def in_use(self, workers: int, step_s: float) -> tuple[float, float]:
+        """Shares of the workers' time and of the CPUs, 0-1, that are used at this pace."""
+        busy, cpus = self.service_s / max(workers, 1), (self.cpu_s + self.consumer_cpu_s) / self.cpus[1]
+        return min(busy / max(step_s, 1e-12), 1.0), min(cpus / max(step_s, 1e-12), 1.0)
+
+    def explaining(self, measured_s: float, workers: int, prefetch_factor: int = 2) -> LoaderModel:
+        """The model with what it does not explain of a measured step counted as the cost of taking a batch.
+
+        Nothing is added without workers, or where they or the CPUs are the limit. The best case stays as it is: that
+        time may lie in the workers, and go away with more of them.
+        """
+        expected_s = self.pace(workers, prefetch_factor)
+        if not workers or max(self.in_use(workers, expected_s)) >= IN_USE:
+            return self
+        low, mid, high = self.receive_s
+        mid = max(mid + measured_s - expected_s, low)
+        return replace(self, receive_s=(low, mid, max(mid, high)))
 
     def workers_needed(self, most: int | None = None) -> int:
         """The smallest number of workers, at most ``most``, after which more would gain less than 3 %."""
         limit = most if most is not None else most_workers(self.cpus[2])
-        best = self.step_s(limit)[1]
+        floor_s = max(self.consumer_s + self.receive_s[1], (self.cpu_s + self.consumer_cpu_s) / self.cpus[1])
+        enough_s = max(floor_s, self.service_s / limit) * (1 + HEADROOM_LEFT)
         # Some time to spare, so that one slow batch does not stall the step: the more, the slower it may be.
         service_s = (1 + _SPARE + _SPARE_FOR_UNEVEN * min(self.unevenness, 1.0)) * self.service_s
-        for workers in range(1, limit):
-            if max(self.step_s(workers)[1], service_s / workers) <= best * (1 + HEADROOM_LEFT):
-                return workers
-        return limit
+        return next((workers for workers in range(1, limit) if service_s / workers <= enough_s), limit)
+
+
+def model_from(costs: LoaderCosts, cpus: float | None = None) -> LoaderModel:
+    """The model of what a run's loader costs; ``cpus``: that it may use, in place of those that it might."""
+    return LoaderModel(
+        service_s=costs.batch_s,
+        cpu_s=costs.worker_cpu_s,
+        consumer_s=costs.consumer_s,
+        consumer_cpu_s=costs.consumer_cpu_s or 0.0,
+        cpus=_cpus(costs, cpus),
+        receive_s=costs.receive_s,
+        spread=costs.spread,
+        edges_s=costs.edges_s,
+        counts=costs.counts,
+    )
+
+
+def _cpus(costs: LoaderCosts, cpus: float | None) -> Interval:
+    """CPUs that the run gets; fewer than now are first taken from other processes, additional ones count as free."""
+    usable, free = costs.usable_cpus, costs.free_cpus
+    if usable is None or free is None:
+        most = cpus if cpus is not None else math.inf
+        return most, most, most
+    most = cpus if cpus is not None else usable
+    return cpus_between(free + max(most - usable, 0.0), most)
+
+
+def cpus_between(least: float, most: float) -> Interval:
+    """CPUs to count on: at worst other processes keep theirs, at best they leave all.
+
+    Expected is the worst case, but at least half of all: a scheduler gives CPUs to those who ask.
+    """
+    least = min(most, max(least, _MIN_CPUS))
+    return least, max(least, most / 2), most
+
+
+def _in_order(
+    shape: tuple[float, ...],
+    service_s: float,
+    receive_s: float,
+    consumer_s: float,
+    workers: int,
+    prefetch_factor: int,
+) -> float:
+    """Seconds a step where batches are given out to the workers in turn, and each waits for its worker, and its turn.
+
+    As in torch's DataLoader ``prefetch_factor`` batches for each worker are under way at most.
+    """
+    workers = min(workers, _BATCHES)  # others never get a batch
+    received_s = [0.0] * min(workers * prefetch_factor, _BATCHES)  # of the batches before those that are asked for
+    free_s, now_s, began_s = [0.0] * workers, 0.0, 0.0
+    for batch, relative in zip(range(_BATCHES), cycle(shape), strict=False):
+        if batch == _FIRST:
+            began_s = now_s
+        worker = batch % workers
+        asked_s, done_s = received_s[batch], free_s[worker]
+        done_s = free_s[worker] = (asked_s if asked_s > done_s else done_s) + relative * service_s
+        now_s = (done_s if done_s > now_s else now_s) + receive_s
+        received_s.append(now_s)
+        now_s += consumer_s
+    return (now_s - began_s) / (_BATCHES - _FIRST)
+
+
+@lru_cache(maxsize=8)
+def _shape_of(edges_s: tuple[float, ...], counts: tuple[int, ...], parts: int = 1000) -> tuple[float, ...]:
+    """Times relative to their mean, distributed as a histogram is: so many quantiles of it, in one order of many.
+
+    Within a bin, times are spread evenly. Rare slow batches keep their part of the whole: what a bin holds beyond whole
+    quantiles is carried on.
+    """
+    total = sum(counts)
+    times: list[float] = []
+    below, number = 0, 0
+    for low, high, count in zip(edges_s, edges_s[1:], counts, strict=False):
+        while number < parts and (number + 0.5) * total / parts < below + count:
+            times.append(low + (high - low) * ((number + 0.5) * total / parts - below) / count)
+            number += 1
+        below += count
+    mean = sum(times) / max(len(times), 1)
+    random.Random(0).shuffle(times)
+    return tuple(each / mean for each in times) if mean > 0 else ()
 
 
 def next_workers(model: LoaderModel, now: int, most: int) -> int:

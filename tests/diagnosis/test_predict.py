@@ -19,8 +19,10 @@ from lightning_gpuopt.diagnosis.predict import (
     speedup_without,
     without_data_s,
 )
+from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.diagnosis.what_if import WhatIf, what_if
 from lightning_gpuopt.measurements.loader_model import STEP_SPREAD
-from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.measurements.loading import LoaderFacts, WorkerTimes
 from tests.diagnosis.numbers import IN_PROCESS, data_finding, gpu, host, measurement, times, workers
 
 
@@ -34,12 +36,12 @@ def test_the_model_is_read_off_a_measurement() -> None:
     )
     assert model is not None
     assert model.service_s == pytest.approx(0.18)
-    assert model.cpu_s == pytest.approx(0.09)
+    assert model.cpu_s == pytest.approx(0.1)  # 0.09 in the thread that makes it
     assert model.consumer_s == pytest.approx(0.05)
     assert model.consumer_cpu_s == pytest.approx(0.05)
     assert model.receive_s == pytest.approx((0.0003, 0.0018, 0.004))
     # 0.5 CPUs here, 0.9 in the workers and 1.0 free are sure; 4 are allowed
-    assert model.cpus == pytest.approx((2.4, 3.2, 4.0))
+    assert model.cpus == pytest.approx((2.4, 2.4, 4.0))
 
 
 def test_what_the_process_does_by_itself_counts_once() -> None:
@@ -68,6 +70,36 @@ def test_uneven_batches_make_the_prediction_less_sure() -> None:
         return high - low
 
     assert width(4.0) > 2 * width(0.0)
+
+
+@pytest.mark.parametrize(
+    ("timed", "now", "change"),
+    [
+        (workers(data_s=0.19), 2, WhatIf(num_workers=3)),
+        (workers(data_s=0.19, cpu=1.0), 2, WhatIf(num_workers=8)),
+        (replace(workers(data_s=0.02, unevenness=4.0), took={90: 95, 105: 5}), 2, WhatIf(prefetch_factor=8)),
+        (replace(workers(data_s=0.02, unevenness=4.0), took={90: 95, 105: 5}), 2, WhatIf(num_workers=4)),
+        (workers(data_s=0.05), 0, WhatIf(num_workers=4)),
+        (workers(data_s=0.001), 2, WhatIf(num_workers=0)),
+    ],
+)
+def test_a_forecast_of_the_same_change_is_the_same_number(timed: WorkerTimes, now: int, change: WhatIf) -> None:
+    loader = IN_PROCESS if not now else LoaderFacts(now, False, 2, False)
+    busy = host(0.5, free=1.0, usable=4.0, process_cpus=0.5)
+    measured = measurement(times(data_wait=5.0), loader, workers=timed, host=busy)
+    report = StallReport(
+        "slow_storage",
+        10.0,
+        {},
+        [],
+        step_s=measured.waterfall.step_s,
+        loader=loader,
+        loader_costs=loader_costs(measured),
+    )
+    workers_then = now if change.num_workers is None else change.num_workers
+    predicted = speedup_of_workers(measured, workers_then, change.prefetch_factor)
+    assert predicted is not None
+    assert predicted[1] == what_if(report, change).speedup[1] > 1
 
 
 def test_a_prediction_never_promises_a_loss() -> None:

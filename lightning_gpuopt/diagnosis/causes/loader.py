@@ -72,7 +72,7 @@ def _finding(cause: str, share: float, measurement: Measurement) -> Finding:
         _evidence(measurement) | step.evidence,
         _advice(cause, measurement, settings, step.advice),
         settings,
-        _prediction(cause, measurement, settings),
+        _prediction(measurement, settings),
     )
 
 
@@ -382,20 +382,11 @@ def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
     return {"prefetch_factor": factor}
 
 
-def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) -> Interval | None:
-    if settings.get("num_workers") == 0:
-        model, now_s = loader_model(measurement), measurement.waterfall.step_s
-        if model is None or now_s is None:
-            return None
-        mid = max(now_s / (model.consumer_s + model.service_s), 1.0)
-        return max(mid / (1 + model.spread), 1.0), mid, mid * (1 + model.spread)
-    if "num_workers" in settings:
-        return speedup_of_workers(measurement, settings["num_workers"])
-    if cause == "head_of_line" and measurement.loader.num_workers:
-        # with enough ahead the workers' mean pace is reached; how much of that one prefetch brings is not known
-        even = speedup_of_workers(measurement, measurement.loader.num_workers)
-        return (1 + (even[1] - 1) / 4, 1 + (even[1] - 1) * 3 / 4, even[2]) if even is not None else None
-    return None
+def _prediction(measurement: Measurement, settings: dict[str, Any]) -> Interval | None:
+    if settings.keys().isdisjoint({"num_workers", "prefetch_factor"}):
+        return None
+    workers: int = settings.get("num_workers", measurement.loader.num_workers or 0)
+    return speedup_of_workers(measurement, workers, settings.get("prefetch_factor"))
 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:

@@ -153,10 +153,7 @@ class _Gain:
         left = [max(service_s - each * max(stretch, 1.0), then_s * images.batch_size) for each in saved]
         if left[0] >= service_s:
             return None
-        expected, best = (
-            speedup_of_cheaper_batches(measurement, service_s - left_s, saved_s)
-            for left_s, saved_s in zip(left, saved, strict=True)
-        )
+        expected, best = (speedup_of_cheaper_batches(measurement, each) for each in saved)
         speedup = (*expected[:2], max(expected[2], best[1])) if expected and best else None
         return cls(service_s / left[0], speedup)
 
