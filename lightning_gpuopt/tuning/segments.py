@@ -31,7 +31,7 @@ from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segment import Drained, Segment
-from lightning_gpuopt.tuning.sharing import forks
+from lightning_gpuopt.tuning.sharing import Noted, forks
 from lightning_gpuopt.utils.replacement import hide_us
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ Make = Callable[[], Any]
 
 
 @dataclass
-class Segments:
+class Segments(Noted):
     """What all iterators of a loader share; with ``keeps`` its workers live on although the loader does not say so."""
 
     order: SeenOrder = field(default_factory=SeenOrder)
@@ -52,21 +52,16 @@ class Segments:
     keeps: bool = False
     kept: Segment | None = None
 
-    @staticmethod
-    def of(loader: DataLoader[Any]) -> Segments:
+    @classmethod
+    def of(cls, loader: DataLoader[Any]) -> Segments:
         """Those of a loader."""
-        if loader not in _shared:
-            _shared[loader] = Segments()
-        return _shared[loader]
+        return super().of(loader) or Segments().note(loader)
 
     def end_kept(self) -> None:
         """End the workers that were to live on."""
         kept, self.kept = self.kept, None
         if kept is not None:
             shut_down(kept.batches)
-
-
-_shared: weakref.WeakKeyDictionary[DataLoader[Any], Segments] = weakref.WeakKeyDictionary()
 
 
 class SegmentedIterator(WorkersIterator):  # type: ignore[misc]

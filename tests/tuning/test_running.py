@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 import threading
 import time
@@ -13,13 +15,14 @@ import torch
 from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.compat.dataloader import workers_of
+from lightning_gpuopt.compat.dataloader import copy_of, workers_of
 from lightning_gpuopt.tuning import caps, running
 from lightning_gpuopt.tuning.caps import Cap, Room
 from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.meter import FetchMeter
 from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, length_of
-from lightning_gpuopt.tuning.sharing import own_workers
+from lightning_gpuopt.tuning.segments import Segments
+from lightning_gpuopt.tuning.sharing import note_own_workers, own_workers
 from lightning_gpuopt.tuning.workers import Trial
 from tests.helpers import Clock
 from tests.tuning.datasets import Numbers
@@ -370,6 +373,27 @@ def test_the_users_own_number_is_remembered_after_the_fit() -> None:
     made.apply(5)
     made.done()
     assert own_workers(made.loader) == 2
+
+
+class Compared(DataLoader[Any]):
+    """One that can be no key of a dict."""
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+
+def test_what_is_noted_of_a_loader_that_cannot_be_hashed_is_with_it_and_with_no_copy() -> None:
+    source = Compared(range(8), num_workers=1)
+    note_own_workers(source, 1)
+    shared = Segments.of(source)
+    source.num_workers = 3
+    note_own_workers(source, 1)
+    assert Segments.of(source) is shared
+    for twin in (copy.copy(source), copy.deepcopy(source), pickle.loads(pickle.dumps(source)), copy_of(source)):
+        assert (own_workers(source), own_workers(twin)) == (1, 3)
+        assert Segments.of(twin) is not shared
+    source.num_workers = 2  # set by its user
+    assert own_workers(source) == 2
 
 
 @pytest.mark.parametrize(
