@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
@@ -526,6 +527,79 @@ def test_where_one_of_more_workers_dies_the_user_s_own_number_goes_on() -> None:
     assert [batch[:, 0].tolist() for batch in seen] == [[number, number + 1] for number in range(0, 240, 2)]
     assert iterator.failure is not None
     assert iterator.failure.startswith("a worker died: DataLoader worker (pid")
+
+
+def is_dead(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+class DiesMeanwhile(Dies):
+    """The others' samples from the fourth on wait for that: torch's handler then raises as one of these is awaited."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.pid = multiprocessing.Value("i")
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if worker_number() == self.number:
+            self.pid.value = os.getpid()
+        elif index > 3:
+            wait_for(lambda: self.pid.value)
+            wait_for(lambda: is_dead(self.pid.value))
+        return super().__getitem__(index)
+
+
+def test_one_of_more_workers_may_die_while_those_before_it_are_waited_for() -> None:
+    iterator = segmented(loader(1, dataset=DiesMeanwhile(2), shuffle=False))
+    seen = [next(iterator)]
+    iterator.resize(2)
+    seen += list(iterator)
+    assert [batch[:, 0].tolist() for batch in seen] == [[number, number + 1] for number in range(0, 240, 2)]
+    assert iterator.failure is not None
+    assert "is killed by signal" in iterator.failure
+
+
+class DiesAt(Numbers):
+    """A worker that is not the user's dies at this sample."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 12 and worker_number():
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.tensor([index])
+
+
+@pytest.mark.usefixtures("quick_checks", "deaths_show_in_fetches")
+def test_what_had_come_of_workers_that_are_waited_for_comes_though_one_of_them_dies() -> None:
+    iterator = segmented(loader(1, dataset=DiesAt(), shuffle=False))
+    seen = [next(iterator)]
+    iterator.resize(3)
+    iterator.resize(2, overlap=False)
+    seen += list(iterator)
+    assert iterator.failure is not None
+    assert [batch[:, 0].tolist() for batch in seen] == [[number, number + 1] for number in range(0, 240, 2)]
+
+
+def test_what_had_come_of_workers_that_are_waited_for_comes_after_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    iterator = segmented(loader(1, dataset=Numbers(), shuffle=False))
+    seen = [next(iterator)]
+    iterator.resize(3)
+    batches = iterator._segments[1].batches
+    steps = itertools.count()
+
+    def interrupted() -> Any:
+        if next(steps) == 2:
+            raise KeyboardInterrupt
+        return type(batches)._next_data(batches)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batches, "_next_data", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            iterator.resize(2, overlap=False)
+    seen += list(iterator)
+    assert [batch[:, 0].tolist() for batch in seen] == [[number, number + 1] for number in range(0, 240, 2)]
 
 
 def test_where_no_process_can_be_started_those_there_are_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
