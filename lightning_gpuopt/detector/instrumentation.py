@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, shadow
+from lightning_gpuopt.detector.copies_ahead import CopiesAhead
 from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.detector.rank_watch import is_sharded
-from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
@@ -32,16 +32,6 @@ _LOGGER_CALLS: Final = (
     "log_audio",
     "log_video",
 )
-
-
-@runtime_checkable
-class CopiesAhead(Protocol):
-    """A callback that copies batches to the device ahead of the step; its hooks count as that copy."""
-
-    state_key: str
-
-    def copies_ahead(self) -> AheadCopies | None:
-        """What it has copied so far; None where it copies nothing ahead."""
 
 
 class Observers(StepObserver):

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from torch.nn.parameter import UninitializedParameter
+from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.ddp import reducer_of
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
 from lightning_gpuopt.detector.metric_sync import TimedReduce
-from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, ReducerTimes
+from lightning_gpuopt.measurements.ranks import GradientSync, ReducerTimes
 from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.probe import Probe
 
 SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")  # strategies whose forward gathers parameters
 
 
-class RankWatch:
+class RankWatch(Probe):
     """Watches the collectives of one rank; made in ``on_train_start``, when the strategy has wrapped the model.
 
     Torch is asked once after each step. ``link`` links this machine's GPUs; empty where that is not known.
@@ -36,7 +38,7 @@ class RankWatch:
         self._reduce = reduce
         self._link: Callable[[], str] = (lambda: "network") if trainer.num_nodes > 1 else link
         self._timeline = timeline
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         strategy = trainer.strategy
         on_cpu = strategy.root_device.type == "cpu"
         self._reducer = reducer_of(strategy.model, timed=on_cpu)
@@ -46,9 +48,16 @@ class RankWatch:
         if is_sharded(strategy):
             self._of_parameters = replace(self._of_parameters, bytes=None)  # a rank sees its own part of them
         if on_cpu and self._reducer is None:
-            self.notes.append(f"Collectives of {kind} on the CPU were not timed: only those of DDP can be.")
+            self._notes.append(f"Collectives of {kind} on the CPU were not timed: only those of DDP can be.")
 
-    def read(self) -> tuple[ReducerTimes | None, GradientSync]:
+    @override
+    def read(self) -> dict[str, Any]:
+        reducer, gradients = self._reduction()
+        metrics = self._reduce.times if self._reduce is not None else None
+        names = lightning.metrics_reduced_in_steps(self._trainer) if metrics is not None and metrics.calls else ()
+        return {"reducer": reducer, "gradients": gradients, "metrics": metrics, "metric_names": tuple(names)}
+
+    def _reduction(self) -> tuple[ReducerTimes | None, GradientSync]:
         """The reduction of gradients so far, and how it is done."""
         if self._reducer is None:
             return None, replace(self._of_parameters, link=self._link())
@@ -65,13 +74,7 @@ class RankWatch:
         )
         return self._reducer.times, facts
 
-    def metrics(self) -> tuple[MetricSync | None, tuple[str, ...]]:
-        """The reduction of metrics in steps so far, and their names."""
-        if self._reduce is None:
-            return None, ()
-        times = self._reduce.times
-        return times, tuple(lightning.metrics_reduced_in_steps(self._trainer)) if times.calls else ()
-
+    @override
     def close(self) -> None:
         """Set torch's default rate of timing the reducer; one that the user set before is not restored."""
         if self._reducer is not None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_gpuopt.detector.looks import Looks
+from lightning_gpuopt.measurements.gpu import SyncSighting
 
 
 def test_nobody_is_called_between_the_steps_at_which_there_is_something_to_do() -> None:
@@ -30,3 +31,11 @@ def test_a_trace_that_is_asked_for_has_every_step_from_then_on(tmp_path: Path) -
         looks.step_done(number, None, lambda: None)
     assert not looks.profiler_is_taken
     assert (tmp_path / "trace.json").exists()
+
+
+def test_what_the_looks_say_is_known_on_cuda_only() -> None:
+    looks = Looks()
+    assert looks.known() == {}
+    kernels: Any = SimpleNamespace(syncs=SyncSighting(3, 0), look=None, pending=True, missed=False)
+    looks.kernels = kernels
+    assert looks.known() == {"syncs": SyncSighting(3, 0), "look": None, "look_pending": True, "look_missed": False}
