@@ -40,13 +40,18 @@ class Observers(StepObserver):
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def connect(self, event: str, function: Callable[..., None], refused: Callable[[Exception], None]) -> None:
+    def connect(
+        self, event: str, function: Callable[..., None], refused: Callable[[Exception], None] | None = None
+    ) -> None:
         """Call a function at a ``StepObserver`` event; where it fails, ``refused`` is called and it is not again."""
 
         def fail(error: Exception) -> None:
             log.debug("a measurement failed", exc_info=True)
             setattr(self, event, lambda *arguments: None)
-            refused(error)
+            if refused is not None:
+                refused(error)
+            else:
+                self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
 
         def safely() -> None:
             try:
@@ -61,10 +66,6 @@ class Observers(StepObserver):
                 fail(error)
 
         setattr(self, event, safely_with if event == "fetch_ends" else safely)
-
-    def stopped(self, event: str) -> Callable[[Exception], None]:
-        """Returns a function that notes that an observer was dropped."""
-        return lambda error: self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
 
     def disconnect(self, events: tuple[str, ...]) -> None:
         """Drop all observers of these events."""

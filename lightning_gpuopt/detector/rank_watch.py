@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -12,8 +11,9 @@ from typing_extensions import override
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.ddp import reducer_of
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.metric_sync import TimedReduce
-from lightning_gpuopt.measurements.ranks import GradientSync, ReducerTimes
+from lightning_gpuopt.measurements.ranks import GradientSync
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.probe import Probe
 
@@ -23,7 +23,7 @@ SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")  # strategies whose forw
 class RankWatch(Probe):
     """Watches the collectives of one rank; made in ``on_train_start``, when the strategy has wrapped the model.
 
-    Torch is asked once after each step. ``link`` links this machine's GPUs; empty where that is not known.
+    Torch is asked once after each step. ``device`` knows what links this machine's GPUs.
     """
 
     def __init__(
@@ -32,11 +32,11 @@ class RankWatch(Probe):
         pl_module: LightningModule,
         timeline: Timeline,
         reduce: TimedReduce | None,
-        link: Callable[[], str],
+        device: DeviceWatch | None,
     ) -> None:
         self._trainer = trainer
         self._reduce = reduce
-        self._link: Callable[[], str] = (lambda: "network") if trainer.num_nodes > 1 else link
+        self._device = device
         self._timeline = timeline
         self._notes: list[str] = []
         strategy = trainer.strategy
@@ -52,27 +52,24 @@ class RankWatch(Probe):
 
     @override
     def read(self) -> dict[str, Any]:
-        reducer, gradients = self._reduction()
-        metrics = self._reduce.times if self._reduce is not None else None
-        names = lightning.metrics_reduced_in_steps(self._trainer) if metrics is not None and metrics.calls else ()
-        return {"reducer": reducer, "gradients": gradients, "metrics": metrics, "metric_names": tuple(names)}
-
-    def _reduction(self) -> tuple[ReducerTimes | None, GradientSync]:
-        """The reduction of gradients so far, and how it is done."""
-        if self._reducer is None:
-            return None, replace(self._of_parameters, link=self._link())
-        if self._timeline.steps != self._read_at:
-            self._read_at = self._timeline.steps
-            self._reducer.read()
-        known, here = self._reducer.facts, self._of_parameters
-        facts = replace(
-            known,
-            bytes=known.bytes if known.bytes is not None else here.bytes,
-            dtype=here.dtype,
-            accumulate_grad_batches=here.accumulate_grad_batches,
-            link=self._link(),
-        )
-        return self._reducer.times, facts
+        gradients, times, metrics = self._of_parameters, None, None
+        if self._reducer is not None:
+            if self._timeline.steps != self._read_at:
+                self._read_at = self._timeline.steps
+                self._reducer.read()
+            here, gradients, times = gradients, self._reducer.facts, self._reducer.times
+            gradients = replace(
+                gradients,
+                bytes=gradients.bytes if gradients.bytes is not None else here.bytes,
+                dtype=here.dtype,
+                accumulate_grad_batches=here.accumulate_grad_batches,
+            )
+        if self._reduce is not None:
+            metrics = self._reduce.times
+            names = lightning.metrics_reduced_in_steps(self._trainer) if metrics.calls else ()
+            metrics = replace(metrics, names=tuple(names))
+        link = "network" if self._trainer.num_nodes > 1 else self._device.link if self._device is not None else ""
+        return {"reducer": times, "gradients": replace(gradients, link=link), "metrics": metrics}
 
     @override
     def close(self) -> None:

@@ -128,12 +128,9 @@ class DetectorSession:
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
-        for event, function in (
-            ("epoch_begins", self._epoch_begins),
-            ("fetch_begins", self.loader.queues.before_fetch),
-            ("fetch_ends", self.loader.queues.after_fetch),
-        ):
-            placed.observers.connect(event, function, placed.observers.stopped(event))
+        placed.observers.connect("epoch_begins", self._epoch_begins)
+        placed.observers.connect("fetch_begins", self.loader.queues.before_fetch)
+        placed.observers.connect("fetch_ends", self.loader.queues.after_fetch)
         if trainer.world_size > 1:
             self._exchange = self._with(RankExchange(trainer.global_rank, trainer.world_size))
         if on_cuda:
@@ -153,7 +150,7 @@ class DetectorSession:
         self._pauses = self._with(PauseWatch(self.timeline))
         self._pauses.start()
         if trainer.world_size > 1:
-            self._with(RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._link))
+            self._with(RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._device))
         self.loader.start()
         self.started = True
         if self._warmed_up:
@@ -176,9 +173,6 @@ class DetectorSession:
         history = WindowHistory(self._device.device if self._device is not None else None, self.loader.process)
         owners = owners_of(self._trainer, self._pl_module)
         return SteadyStateAccumulator(self._probes, history, self.timeline.steps, owners, self._known)
-
-    def _link(self) -> str:
-        return self._device.link if self._device is not None else ""
 
     def see_batch(self, batch: Any) -> None:
         """Look at the first batch's images, and whether they come from files, and at the shapes of a few batches."""

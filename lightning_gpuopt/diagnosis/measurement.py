@@ -49,7 +49,6 @@ class Measurement:
     reducer: ReducerTimes | None = None  # what DDP's reducer did on the CPU
     gradients: GradientSync | None = None
     metrics: MetricSync | None = None  # reduced over the ranks in steps
-    metric_names: tuple[str, ...] = ()
     ahead: AheadCopies | None = None  # copies that CudaPrefetcher made ahead
     images: ImageSamples | None = None  # the image files behind the training loader
     pipelines: Pipelines | None = None  # the loaders that decode in pipelines of their own

@@ -150,7 +150,8 @@ def _run_of(report: RunRecord, change: WhatIf, measured_s: float) -> _Run:
     own_share = 1.0
     if report.loader_costs is None and change == _AS_IT_IS:
         own_share = 1.0 - (report.headroom or 0.0)
-        sides = [_without_loader(measured_s * (1 + sign * STEP_SPREAD)) for sign in (-1, 0, 1)]
+        steps_s = [measured_s * (1 + sign * STEP_SPREAD) for sign in (-1, 0, 1)]
+        sides = [Pipeline(0, 1, 0.0, 0.0, 0.0, 0.0, step_s, 0.0, math.inf) for step_s in steps_s]
         notes = ["What the loader costs is not in the report: the loaders are taken to keep up with more GPUs."]
     else:
         costs, _, now, sides = pipelines(report, change)
@@ -164,10 +165,6 @@ def _run_of(report: RunRecord, change: WhatIf, measured_s: float) -> _Run:
         batches=int(_digits(report, "accumulate_grad_batches") or 1),
         notes=notes,
     )
-
-
-def _without_loader(step_s: float) -> Pipeline:
-    return Pipeline(0, 1, 0.0, 0.0, 0.0, 0.0, step_s, 0.0, math.inf)
 
 
 def _over(link: Link, ranks: int, size: int, run: _Run) -> LinkForecast:

@@ -155,10 +155,10 @@ class TestCounters:
 
     def test_what_is_no_counter_comes_along(self) -> None:
         counters = Counters()
-        counters.others = {"gradients": DDP, "metric_names": ("loss",)}
+        counters.others = {"gradients": DDP}
         steady = counters.begin(hyperparameters=("dataset (Photos)",))
         for measured in (steady.measure(times()), steady.window(times())):
-            assert (measured.host, measured.gradients, measured.metric_names) == (host(0.5), DDP, ("loss",))
+            assert (measured.host, measured.gradients) == (host(0.5), DDP)
             assert measured.hyperparameters == ("dataset (Photos)",)
             assert (measured.gpu, measured.device, measured.metrics) == (None, None, None)
 
@@ -166,9 +166,9 @@ class TestCounters:
         counters = Counters()
         counters.others = {"reducer": ReducerTimes(10, 5, 1.0), "metrics": MetricSync(10, 1.0)}
         steady = counters.begin()
-        counters.others = {"reducer": ReducerTimes(30, 15, 4.0), "metrics": MetricSync(30, 2.0)}
+        counters.others = {"reducer": ReducerTimes(30, 15, 4.0), "metrics": MetricSync(30, 2.0, ("loss",))}
         measured = steady.measure(times())
-        assert (measured.reducer, measured.metrics) == (ReducerTimes(20, 10, 3.0), MetricSync(20, 1.0))
+        assert (measured.reducer, measured.metrics) == (ReducerTimes(20, 10, 3.0), MetricSync(20, 1.0, ("loss",)))
 
     def test_what_begins_later_counts_from_its_beginning(self) -> None:
         counters = Counters()

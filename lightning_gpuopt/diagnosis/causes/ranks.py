@@ -62,7 +62,8 @@ def communication(measurement: Measurement) -> Iterator[Candidate]:
     waterfall, exposed_s = measurement.waterfall, measurement.communication_s
     if exposed_s is None:
         return
-    alone = waterfall.on_gpu and len(measurement.ranks) > 1 and not _others_looked(measurement.ranks)
+    looked = sum(rank.communication_s is not None for rank in measurement.ranks)
+    alone = waterfall.on_gpu and len(measurement.ranks) > 1 >= looked
     if alone:  # the wait for a slower rank is in it
         slower_s = (excess_s for _, rank, excess_s, _ in _excesses(measurement.ranks) if rank.communication_s is None)
         exposed_s = max(exposed_s - max(slower_s, default=0.0), 0.0)
@@ -79,17 +80,11 @@ def communication(measurement: Measurement) -> Iterator[Candidate]:
     )
 
 
-def _others_looked(ranks: tuple[RankWork, ...]) -> bool:
-    return sum(rank.communication_s is not None for rank in ranks) > 1
-
-
 def _sent(measurement: Measurement) -> dict[str, float | str]:
     """What the reduction of gradients sends, and how, as far as it is known."""
     known = measurement.gradients
     if known is None:
         return {}
-    look, names = measurement.look, measurement.metric_names
-    in_forward = names if look is not None and look.forward_collectives else ()
     evidence: dict[str, float | str | None] = {
         "gradient_mib": round(known.bytes / _MIB, 3) if known.bytes else None,
         "buckets": known.buckets,
@@ -100,9 +95,14 @@ def _sent(measurement: Measurement) -> dict[str, float | str]:
         "gradient_as_bucket_view": _as_text(known.bucket_view),
         "static_graph": _as_text(known.static_graph),
         "accumulate_grad_batches": known.accumulate_grad_batches,
-        "metric": ", ".join(in_forward) or None,
+        "metric": ", ".join(_metrics_in_forward(measurement)) or None,
     }
     return {name: value for name, value in evidence.items() if value is not None}
+
+
+def _metrics_in_forward(measurement: Measurement) -> tuple[str, ...]:
+    look, metrics = measurement.look, measurement.metrics
+    return metrics.names if metrics is not None and look is not None and look.forward_collectives else ()
 
 
 def _as_text(value: bool | None) -> str | None:
@@ -115,8 +115,7 @@ def _send_less(measurement: Measurement) -> str:
     if known is None:
         return CAUSES["communication"].advice
     todo = []
-    names = measurement.metric_names if measurement.look is not None and measurement.look.forward_collectives else ()
-    if names:
+    if names := _metrics_in_forward(measurement):
         todo.append(f"reduce {', '.join(names)} once an epoch (self.log: on_step=False, on_epoch=True)")
     if known.find_unused_parameters and not known.unused:
         none = "no parameter was unused" if known.unused is False else "where every parameter is used"

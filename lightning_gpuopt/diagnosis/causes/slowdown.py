@@ -39,10 +39,11 @@ def _finding(measurement: Measurement, growth: Growth, share: float) -> Finding:
     evidence |= _held(growth)
     if measurement.grows:
         evidence["grows"] = measurement.grows
+    part = "the GPU's own work" if growth.part == GPU_WORK else growth.part
     begun = CAUSES["slowdown"].advice.format(
-        from_ms=growth.from_s * 1e3, to_ms=growth.to_s * 1e3, since=f"{growth.since_step:,}", part=_words(growth.part)
+        from_ms=growth.from_s * 1e3, to_ms=growth.to_s * 1e3, since=f"{growth.since_step:,}", part=part
     )
-    advice = " ".join(part for part in (begun, *_remedies(measurement, growth, evidence)) if part)
+    advice = " ".join(each for each in (begun, *_remedies(measurement, growth, evidence)) if each)
     return Finding(
         "slowdown", share, evidence, advice, predicted_speedup=speedup_without(measurement, growth.lost_s, 0.0)
     )
@@ -66,10 +67,6 @@ def _held(growth: Growth) -> dict[str, float | str]:
     if before and now and now <= _CLOCK * before:
         found |= {"sm_clock_from_mhz": round(before), "sm_clock_to_mhz": round(now)}
     return found
-
-
-def _words(part: str) -> str:
-    return "the GPU's own work" if part == GPU_WORK else part
 
 
 def _remedies(measurement: Measurement, growth: Growth, evidence: Mapping[str, float | str]) -> Iterator[str]:

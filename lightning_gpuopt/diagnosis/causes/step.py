@@ -21,7 +21,6 @@ from lightning_gpuopt.diagnosis.predict import speedup_without
 from lightning_gpuopt.diagnosis.record import Candidate, Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
 from lightning_gpuopt.measurements.code_location import in_shares
-from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
 _CAPPED: Final = 10.0  # percent of the time for which a power cap is worth a note
@@ -109,7 +108,7 @@ def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]
     metrics, steps = measurement.metrics, measurement.waterfall.steps
     if metrics is None or not seconds:
         return {}
-    named = {"metric": ", ".join(measurement.metric_names)} if measurement.metric_names else {}
+    named = {"metric": ", ".join(metrics.names)} if metrics.names else {}
     return {
         **named,
         "sync_ms_per_step": round(seconds / steps * 1e3, 3),
@@ -176,7 +175,8 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
             work_s = max((waterfall.step_s or 0.0) - seconds / max(waterfall.steps, 1), 0.0)
             too_long = ahead.copy_s / ahead.copies >= work_s
             advice = cases["ahead"] + cases["ahead_too_long" if too_long else "ahead_too_late"]
-            evidence |= _per_copy(ahead)
+            evidence["copy_ms"] = round(ahead.copy_s / ahead.copies * 1e3, 3)
+            evidence["exposed_copy_ms"] = round(ahead.exposed_s / ahead.copies * 1e3, 3)
         elif pinned:
             advice += cases["pinned"].format(with_workers=with_workers)
             # A copy can be hidden behind the rest of the step, no more: (S + C) / max(S, C).
@@ -195,13 +195,6 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
             speedup_without(measurement, gained_s),
         ),
     )
-
-
-def _per_copy(ahead: AheadCopies) -> dict[str, float | str]:
-    return {
-        "copy_ms": round(ahead.copy_s / ahead.copies * 1e3, 3),
-        "exposed_copy_ms": round(ahead.exposed_s / ahead.copies * 1e3, 3),
-    }
 
 
 def copies_ahead_note(measurement: Measurement) -> str | None:
