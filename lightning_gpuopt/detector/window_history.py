@@ -13,6 +13,7 @@ from lightning_gpuopt.diagnosis.waterfall import in_steps
 from lightning_gpuopt.measurements.gpu import DeviceState
 from lightning_gpuopt.measurements.phases import GPU_WORK, SIGNAL_BROADCAST, WindowRecord
 from lightning_gpuopt.telemetry.process import ProcessReading
+from lightning_gpuopt.timeline.windows import BoundedSeries
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +36,13 @@ class WindowHistory:
     def __init__(self, device: torch.device | None, process: Callable[[], ProcessReading]) -> None:
         self._device = device
         self._process = process
-        self._records: list[WindowRecord] = []
-        self._per_record = 1
-        self._in_last = 0
+        self._records = BoundedSeries(_MAX_RECORDS, WindowRecord.joined)
         self._clock: tuple[float, float] = (0.0, 0.0)
 
     @property
     def records(self) -> tuple[WindowRecord, ...]:
         """The records so far, oldest first."""
-        return tuple(self._records)
+        return tuple(self._records.items)
 
     def add(self, window: Measurement, end_step: int) -> None:
         """Add a window that ends after ``end_step`` steps of the run."""
@@ -63,19 +62,7 @@ class WindowHistory:
                 parts[name] = phases[name] - stopped[0].get(name, 0.0) - stopped[1].get(name, 0.0)
             if not parts.get(SIGNAL_BROADCAST):
                 parts.pop(SIGNAL_BROADCAST, None)
-        self._keep(WindowRecord(waterfall.steps, end_step, seconds, parts, self._held(window.device), host))
-
-    def _keep(self, record: WindowRecord) -> None:
-        if self._records and self._in_last < self._per_record:
-            self._records[-1] = self._records[-1].joined(record)
-            self._in_last += 1
-            return
-        self._records.append(record)
-        self._in_last = 1
-        if len(self._records) > _MAX_RECORDS:
-            pairs = [self._records[i : i + 2] for i in range(0, len(self._records), 2)]
-            self._records = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._per_record *= 2
+        self._records.add(WindowRecord(waterfall.steps, end_step, seconds, parts, self._held(window.device), host))
 
     def _held(self, device: DeviceState | None) -> dict[str, float]:
         process = self._process()

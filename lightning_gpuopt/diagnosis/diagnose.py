@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
+from lightning_gpuopt.diagnosis.causes.common import Candidate
 from lightning_gpuopt.diagnosis.causes.loader import data_findings
 from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
 from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, NOT_MEASURED, UNKNOWN
 from lightning_gpuopt.diagnosis.confidence import confidence_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.diagnosis.witnesses import witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK

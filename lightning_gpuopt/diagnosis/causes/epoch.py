@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lightning_gpuopt.diagnosis.causes.common import Candidate
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.libraries import LIBRARIES
 from lightning_gpuopt.measurements.phases import PhaseTimes
 

@@ -8,18 +8,26 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
+from lightning_gpuopt.diagnosis.causes.common import (
+    Candidate,
+    at_most,
+    bound_to_one_cpu,
+    exposed_by,
+    host_evidence,
+    memory_is_short,
+    percent_of,
+    rounded,
+    threads_per_worker,
+)
 from lightning_gpuopt.diagnosis.causes.epoch import pause_of
-from lightning_gpuopt.diagnosis.causes.sentences import at_most, bound_to_one_cpu, threads_per_worker
 from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers, without_data_s
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
-from lightning_gpuopt.diagnosis.waterfall import Waterfall
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT, most_workers, next_workers, prefetch_needed
 from lightning_gpuopt.measurements.loading import QueueTimes
-from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
 # workers that make batches for less than this share of their time are not the bottleneck; what follows them is
 _BUSY: Final = 0.6
@@ -30,9 +38,6 @@ _A_FREE_CPU: Final = 0.5
 _FREE_SHARE: Final = 0.05
 # a quota that stops us in this share of the scheduler's periods is the limit, not the number of CPUs
 _THROTTLED: Final = 0.1
-# memory is short where tasks wait for it for this share of the time, or so much comes back from swap
-_MEMORY_SHORT: Final = 0.1
-_SWAPPING_MIB_S: Final = 4.0
 # variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)
 _UNEVEN: Final = 1.0
 _COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
@@ -222,8 +227,8 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
         found["queue_empty_percent"] = queues.empty / queues.fetches * 100
         found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
     if host is not None:
-        found["worker_cpu_percent"] = _percent(host.worker_cpu)
-        found["worker_queued_percent"] = _percent(host.worker_queued)
+        found["worker_cpu_percent"] = percent_of(host.worker_cpu)
+        found["worker_queued_percent"] = percent_of(host.worker_queued)
         found["threads_per_worker"] = threads_per_worker(host)
     evidence = rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
     return evidence | kind_evidence(measurement)
@@ -263,52 +268,6 @@ def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
     if waterfall.on_gpu:
         found["gpu_idle_ms_per_step"] = waterfall.wait("data_wait") / waterfall.steps * 1e3
     return found
-
-
-def host_evidence(measurement: Measurement) -> dict[str, float | None]:
-    """What the machine had left, in numbers."""
-    host = measurement.host
-    if host is None:
-        return {}
-    found = {
-        "usable_cpus": host.usable_cpus,
-        "free_cpus": host.free_cpus,
-        "cpu_throttled_percent": _percent(host.throttled),
-        "io_pressure_percent": _percent(host.io_pressure),
-    }
-    if host.affinity == 1:
-        found["cpu_affinity"] = 1
-    if memory_is_short(measurement):
-        found["memory_pressure_percent"] = _percent(host.memory_pressure)
-        found["swap_mib_per_s"] = host.swapped_in_mib_s
-    return found
-
-
-def rounded(found: dict[str, float | None]) -> dict[str, float | str]:
-    """Evidence without what is not known."""
-    return {name: round(value, 3) for name, value in found.items() if value is not None}
-
-
-def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
-    """Which hook waited for the GPU, and so exposed what the host did after it."""
-    return {"exposed_by": hook_name(waterfall.exposed_by)} if waterfall.exposed_by else {}
-
-
-def hook_name(name: str) -> str:
-    """A hook as people know it."""
-    return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
-
-
-def memory_is_short(measurement: Measurement) -> bool:
-    """Whether what is read is pushed out of memory again."""
-    host = measurement.host
-    if host is None:
-        return False
-    return (host.memory_pressure or 0.0) >= _MEMORY_SHORT or (host.swapped_in_mib_s or 0.0) >= _SWAPPING_MIB_S
-
-
-def _percent(share: float | None) -> float | None:
-    return share * 100 if share is not None else None
 
 
 def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import finding_of, per_step
+from lightning_gpuopt.diagnosis.causes.common import Candidate, finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 

@@ -5,16 +5,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.loader import (
-    cpu_cause,
-    exposed_by,
-    host_evidence,
-    kind_evidence,
-    memory_is_short,
-    rounded,
-    wait_evidence,
-)
-from lightning_gpuopt.diagnosis.causes.sentences import at_most
+from lightning_gpuopt.diagnosis.causes.common import at_most, exposed_by, host_evidence, memory_is_short, rounded
+from lightning_gpuopt.diagnosis.causes.loader import cpu_cause, kind_evidence, wait_evidence
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import pipeline_model, speedup_of_threads

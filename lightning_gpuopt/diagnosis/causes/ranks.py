@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import finding_of, per_step
+from lightning_gpuopt.diagnosis.causes.common import Candidate, finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate
 from lightning_gpuopt.measurements.ranks import RankWork
 
 # a rank whose batches take this much longer has slower data; one that waits in everybody's stead does not

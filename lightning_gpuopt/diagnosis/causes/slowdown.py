@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from lightning_gpuopt.diagnosis.causes.common import Candidate
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.growth import Growth
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, GPU_WORK
 
 _MEMORY_MIB: Final = 64.0

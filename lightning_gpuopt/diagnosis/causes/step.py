@@ -7,18 +7,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-from lightning_gpuopt.diagnosis.causes.loader import (
-    exposed_by,
+from lightning_gpuopt.diagnosis.causes.common import (
+    Candidate,
+    bound_to_one_cpu,
+    finding_of,
     hook_name,
     host_evidence,
     memory_is_short,
+    per_step,
     rounded,
 )
-from lightning_gpuopt.diagnosis.causes.sentences import bound_to_one_cpu
 from lightning_gpuopt.diagnosis.causes.table import CAUSES, MEASURING
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
 from lightning_gpuopt.measurements.code_location import in_shares
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
@@ -28,25 +30,6 @@ _CAPPED: Final = 10.0  # percent of the time for which a power cap is worth a no
 
 _OFTEN: Final = 0.5  # from so many retries of the allocator a step on the host waits for it
 _FREE: Final = 0.2  # a single CPU with less than this left is full
-
-
-def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
-    """Evidence of something that belongs to every step."""
-    waterfall = measurement.waterfall
-    evidence: dict[str, float | str] = {
-        "ms_per_step": round(seconds / waterfall.steps * 1e3, 3),
-        "step_ms": round((waterfall.step_s or 0.0) * 1e3, 3),
-    }
-    return evidence | exposed_by(waterfall)
-
-
-def finding_of(
-    cause: str, seconds: float, measurement: Measurement, evidence: dict[str, float | str], advice: str = ""
-) -> Finding:
-    """A finding of ``seconds`` of the device's waiting, over all steps; advice is the table's by default."""
-    gain = speedup_without(measurement, seconds)
-    share = measurement.waterfall.share(seconds)
-    return Finding(cause, share, evidence, advice or CAUSES[cause].advice, predicted_speedup=gain)
 
 
 def callbacks(measurement: Measurement) -> Iterator[Candidate]:
