@@ -1,9 +1,8 @@
-"""What the rules of several causes have in common: candidates, evidence, and sentences of advice."""
+"""What the rules of several causes have in common: findings, evidence, and sentences of advice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, TypeAlias
+from typing import Final
 
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -17,9 +16,6 @@ _A_POOL: Final = 1.5  # busy threads of a worker: fewer are its own thread and o
 # memory is short where tasks wait for it for this share of the time, or so much comes back from swap
 _MEMORY_SHORT: Final = 0.1
 _SWAPPING_MIB_S: Final = 4.0
-
-# share of wall time, and how the finding is made if that is enough
-Candidate: TypeAlias = tuple[float, Callable[[], Finding]]
 
 
 def finding_of(

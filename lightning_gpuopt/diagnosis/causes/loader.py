@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.common import (
-    Candidate,
     at_most,
     bound_to_one_cpu,
     exposed_by,
@@ -47,8 +45,15 @@ _NEARLY_EVERY: Final = 0.8
 _SELDOM: Final = 0.3
 
 
-def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
-    """Name what the wait for data is for.
+def data_findings(measurement: Measurement, threshold: float) -> Iterator[Finding]:
+    """Name what the wait for data is for."""
+    for cause, share in data_shares(measurement, threshold).items():
+        if share >= threshold:
+            yield data_finding(cause, share, measurement)
+
+
+def data_shares(measurement: Measurement, threshold: float) -> dict[str, float]:
+    """Shares of the time that are the wait for data, by cause.
 
     Each cause that explains a third of it is named, the largest with all the rest; where one would be below the
     threshold, the largest has all.
@@ -57,8 +62,7 @@ def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candid
     shares = {cause: share * seconds / (wait_s or 1.0) for cause, seconds in causes.items()}
     if min(shares.values()) < threshold or not wait_s:
         shares = {next(iter(causes)): share}
-    for cause, part in shares.items():
-        yield part, partial(_finding, cause, part, measurement)
+    return shares
 
 
 def _data_share(measurement: Measurement) -> float:
@@ -68,7 +72,8 @@ def _data_share(measurement: Measurement) -> float:
     return measurement.waterfall.share(measurement.waterfall.wait("data_wait") + first_s)
 
 
-def _finding(cause: str, share: float, measurement: Measurement) -> Finding:
+def data_finding(cause: str, share: float, measurement: Measurement) -> Finding:
+    """The finding of a cause with this share of the time."""
     settings = _settings(cause, measurement)
     step = storage_advice(cause, measurement)
     return Finding(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.common import Candidate
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.growth import Growth
 from lightning_gpuopt.diagnosis.measurement import Measurement
@@ -19,16 +18,11 @@ _THREADS: Final = 4  # growth of what the process holds that is worth a word
 _CLOCK: Final = 0.95
 
 
-def slowdown(measurement: Measurement) -> Iterator[Candidate]:
+def slowdown(measurement: Measurement, growth: Growth, threshold: float) -> Iterator[Finding]:
     """Steps that get slower over the run."""
-    growth = measurement.growth
-    if growth is None:
-        return
     share = measurement.waterfall.share(growth.lost_s)
-    yield share, lambda: _finding(measurement, growth, share)
-
-
-def _finding(measurement: Measurement, growth: Growth, share: float) -> Finding:
+    if share < threshold:
+        return
     evidence: dict[str, float | str] = {
         "from_ms": round(growth.from_s * 1e3, 3),
         "to_ms": round(growth.to_s * 1e3, 3),
@@ -45,9 +39,7 @@ def _finding(measurement: Measurement, growth: Growth, share: float) -> Finding:
         from_ms=growth.from_s * 1e3, to_ms=growth.to_s * 1e3, since=f"{growth.since_step:,}", part=part
     )
     advice = " ".join(each for each in (begun, *_remedies(measurement, growth, evidence)) if each)
-    return Finding(
-        "slowdown", share, evidence, advice, predicted_speedup=speedup_without(measurement, growth.lost_s, 0.0)
-    )
+    yield Finding("slowdown", share, evidence, advice, predicted_speedup=speedup_without(measurement, growth.lost_s))
 
 
 def _held(growth: Growth) -> dict[str, float | str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.common import (
-    Candidate,
     bound_to_one_cpu,
     finding_of,
     hook_name,
@@ -32,7 +30,7 @@ _OFTEN: Final = 0.5  # from so many retries of the allocator a step on the host 
 _FREE: Final = 0.2  # a single CPU with less than this left is full
 
 
-def callbacks(measurement: Measurement) -> Iterator[Candidate]:
+def callbacks(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Each callback, and each module or data module by its hooks."""
     hooks_of: dict[str, dict[str, float]] = {}
     for name, seconds in measurement.waterfall.waits.items():
@@ -40,8 +38,8 @@ def callbacks(measurement: Measurement) -> Iterator[Candidate]:
         if callback:
             hooks_of.setdefault(callback, {})[hook] = seconds
     for callback, hooks in hooks_of.items():
-        build = partial(_callback, measurement, callback, hooks)
-        yield measurement.waterfall.share(sum(hooks.values())), build
+        if measurement.waterfall.share(sum(hooks.values())) >= threshold:
+            yield _callback(measurement, callback, hooks)
 
 
 def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) -> Finding:
@@ -69,22 +67,20 @@ def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) 
     return Finding("callback", waterfall.share(all_s), evidence, advice, predicted_speedup=prediction)
 
 
-def logging(measurement: Measurement) -> Iterator[Candidate]:
+def logging(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Calls of the loggers, and metrics that are reduced over the ranks in each step."""
     waterfall, metrics, sync_s = measurement.waterfall, measurement.metrics, measurement.metric_sync_s
     seconds = waterfall.wait("logging")
     if metrics is not None and not waterfall.on_gpu:  # some of it may be the wait for a slower rank
         seconds = max(seconds - metrics.seconds, 0.0) + sync_s
-    yield (
-        waterfall.share(seconds),
-        lambda: Finding(
+    if waterfall.share(seconds) >= threshold:
+        yield Finding(
             "logging",
             waterfall.share(seconds),
             per_step(seconds, measurement) | _reduced(measurement, sync_s),
             CAUSES["logging"].cases["metrics"] if 2 * sync_s >= seconds else CAUSES["logging"].advice,
             predicted_speedup=speedup_without(measurement, seconds, measurement.times.phases["logging"]),
-        ),
-    )
+        )
 
 
 def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]:
@@ -99,16 +95,15 @@ def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]
     }
 
 
-def between_steps(measurement: Measurement, restarts: float = 0.0) -> Iterator[Candidate]:
+def between_steps(measurement: Measurement, threshold: float, restarts: float) -> Iterator[Finding]:
     """Validation by its wall time less ``restarts``, the share that is a finding of its own, and checkpoints."""
     waterfall = measurement.waterfall
     checkpoint_s = waterfall.wait("checkpoint")
     validation = waterfall.share(waterfall.validation_s) - restarts
-    yield validation, lambda: _validation(measurement, validation, restarted=restarts > 0)
-    yield (
-        waterfall.share(checkpoint_s),
-        lambda: _checkpoint(measurement, checkpoint_s),
-    )
+    if validation >= threshold:
+        yield _validation(measurement, validation, restarted=restarts > 0)
+    if waterfall.share(checkpoint_s) >= threshold:
+        yield _checkpoint(measurement, checkpoint_s)
 
 
 def _validation(measurement: Measurement, share: float, *, restarted: bool) -> Finding:
@@ -141,10 +136,12 @@ def hyperparameters_note(kept: Sequence[str]) -> str:
     )
 
 
-def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
+def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """The copy of batches to the device."""
     waterfall, pinned, ahead = measurement.waterfall, measurement.loader.pin_memory, measurement.ahead
     seconds = waterfall.wait("transfer")
+    if waterfall.share(seconds) < threshold:
+        return
     gained_s, cases = seconds, CAUSES["host_to_device"].cases
     settings: dict[str, Any] = {}
     evidence: dict[str, float | str] = {}
@@ -167,16 +164,13 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
         else:
             advice += cases["not_pinned"].format(with_workers=with_workers)
             settings = {"pin_memory": True} if pinned is not None else {}
-    yield (
+    yield Finding(
+        "host_to_device",
         waterfall.share(seconds),
-        lambda: Finding(
-            "host_to_device",
-            waterfall.share(seconds),
-            per_step(seconds, measurement) | evidence,
-            advice,
-            settings,
-            speedup_without(measurement, gained_s),
-        ),
+        per_step(seconds, measurement) | evidence,
+        advice,
+        settings,
+        speedup_without(measurement, gained_s),
     )
 
 
@@ -189,19 +183,22 @@ def copies_ahead_note(measurement: Measurement) -> str | None:
     return f"CudaPrefetcher: the copy took {copy_ms:.1f} ms a step, {exposed_ms:.1f} ms of it exposed."
 
 
-def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
+def inside_the_step(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """The GPU's idle time inside the steps: the host waited for it, or is too slow. Nothing while a look is to come."""
     waterfall = measurement.waterfall
     if not waterfall.on_gpu or measurement.look_pending:
         return
-    build = _launch_bound
-    if _retries_a_step(measurement) >= _OFTEN:
-        build = _waits_for_memory
-    elif _one_full_cpu(measurement):
-        build = _one_cpu
-    yield waterfall.share(waterfall.launch_s), lambda: build(measurement, waterfall)
-    yield waterfall.share(waterfall.sync_s), lambda: _gpu_sync(measurement, waterfall)
-    yield waterfall.share(waterfall.copies_s), lambda: _device_copies(measurement, waterfall)
+    if waterfall.share(waterfall.launch_s) >= threshold:
+        if _retries_a_step(measurement) >= _OFTEN:
+            yield _waits_for_memory(measurement, waterfall)
+        elif _one_full_cpu(measurement):
+            yield _one_cpu(measurement, waterfall)
+        else:
+            yield _launch_bound(measurement, waterfall)
+    if waterfall.share(waterfall.sync_s) >= threshold:
+        yield _gpu_sync(measurement, waterfall)
+    if waterfall.share(waterfall.copies_s) >= threshold:
+        yield _device_copies(measurement, waterfall)
 
 
 def _retries_a_step(measurement: Measurement) -> float:
@@ -289,32 +286,29 @@ def _device_copies(measurement: Measurement, waterfall: Waterfall) -> Finding:
     return replace(finding, share=waterfall.share(seconds))
 
 
-def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
+def signal_broadcast(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Lightning's broadcast before each step; on a GPU nothing, since there only the idle time after it counts."""
     waterfall = measurement.waterfall
-    if waterfall.on_gpu:
-        return
     seconds = waterfall.wait(SIGNAL_BROADCAST)
-    yield waterfall.share(seconds), lambda: _signal_broadcast(measurement, seconds)
+    if not waterfall.on_gpu and waterfall.share(seconds) >= threshold:
+        evidence = per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)}
+        yield finding_of("gpu_sync", seconds, measurement, evidence, CAUSES["gpu_sync"].cases["broadcast"])
 
 
-def _signal_broadcast(measurement: Measurement, seconds: float) -> Finding:
-    evidence = per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)}
-    return finding_of("gpu_sync", seconds, measurement, evidence, CAUSES["gpu_sync"].cases["broadcast"])
-
-
-def gpu_throttled(measurement: Measurement) -> Iterator[Candidate]:
+def gpu_throttled(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Clocks that are reduced for heat or by the hardware, against the highest that the device has."""
     device = measurement.device
     if device is None or not device.throttled_percent or not device.sm_clock_mhz or not device.sm_clock_mhz_max:
         return
     share = min(max(1 - device.sm_clock_mhz / device.sm_clock_mhz_max, 0.0), device.throttled_percent / 100)
+    if share < threshold:
+        return
     evidence: dict[str, float | str] = {
         "throttled_percent": round(device.throttled_percent, 1),
         "sm_clock_mhz": round(device.sm_clock_mhz),
         "sm_clock_mhz_max": round(device.sm_clock_mhz_max),
     }
-    yield share, lambda: Finding("gpu_throttled", share, evidence, CAUSES["gpu_throttled"].advice)
+    yield Finding("gpu_throttled", share, evidence, CAUSES["gpu_throttled"].advice)
 
 
 def power_cap_note(measurement: Measurement) -> str | None:
