@@ -8,7 +8,7 @@ from typing import Any, Final
 from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
-from lightning_gpuopt.measurements.loading import LoaderReading, Pipelines
+from lightning_gpuopt.measurements.loading import LoaderReading, Pipelines, QueueTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.summed import since
 from lightning_gpuopt.objects.growing import Growing
@@ -112,5 +112,5 @@ def _of_the_loaders(
         slowest = slowest.waited_for(times.phases["data_wait"] + times.first_fetch_s)
         figures |= {"loader": slowest.facts, "source": slowest.loader, "workers": slowest.workers}
         if not slowest.facts.num_workers:
-            figures["queues"] = None
+            figures["queues"] = QueueTimes()
     return figures

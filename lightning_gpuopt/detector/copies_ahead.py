@@ -32,4 +32,4 @@ class CopiesProbe(Probe):
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
         # isinstance() of a protocol takes ten times as long
         first: CopiesAhead | None = next((each for each in callbacks if hasattr(each, "copies_ahead")), None)
-        return {"ahead": first.copies_ahead() if first is not None else None}
+        return {"ahead": (first.copies_ahead() if first is not None else None) or AheadCopies()}

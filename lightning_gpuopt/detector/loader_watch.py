@@ -24,7 +24,7 @@ from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.loaders.helpers import helpers_of
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
-from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines
+from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines, WorkerTimes
 from lightning_gpuopt.telemetry.host import HostWatch
 from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.loader_facts import facts_of, pipeline_of
@@ -67,7 +67,7 @@ class _Watched:
         return LoaderReading(
             self.loader,
             facts,
-            self.clock.times(max(self.rows, facts.num_workers or 1)) if self.clock is not None else None,
+            self.clock.times(max(self.rows, facts.num_workers or 1)) if self.clock is not None else WorkerTimes(),
             self.waited_ns[0] / 1e9 if several else None,
             self.inner_ns[0] / 1e9 if wraps else None,
         )
@@ -245,9 +245,9 @@ class LoaderWatch(Probe):
         readings = {
             number: each
             for number, each in self.readings().items()
-            if each.facts.num_workers and each.workers is not None and key in ("", each.loader.key)
+            if each.facts.num_workers and key in ("", each.loader.key)
         }
-        for number in sorted(readings, key=lambda number: -readings[number].workers.busy_s):  # type: ignore[union-attr]
+        for number in sorted(readings, key=lambda number: -readings[number].workers.busy_s):
             stacks = self.stacks_of(number)
             if stacks is not None:
                 return number, stacks, readings[number].facts.num_workers or 1

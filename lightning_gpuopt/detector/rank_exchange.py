@@ -62,14 +62,14 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
         return None
     times, workers, gpu = measurement.times, measurement.workers, measurement.gpu
     loader_s = None
-    if workers is not None and workers.batches:
+    if workers.batches:
         loader_s = workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
     elif measurement.late_pipelines is not None:
         done, threads = measurement.late_pipelines.times, measurement.late_pipelines.num_threads
         loader_s = (done.read_wall_s + done.decode_cpu_s) / done.batches / max(threads, 1)
     if gpu is None:
         own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
-        sync_s = measurement.metrics.seconds if measurement.metrics is not None else 0.0  # in which ranks wait
+        sync_s = measurement.metrics.seconds  # in which ranks wait
         return RankWork(
             rank,
             times.phases["data_wait"] / times.steps,
@@ -77,7 +77,7 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
             loader_s,
             communication_s=measurement.collectives_s,
             metric_sync_s=sync_s / times.steps,
-            batch_bytes=workers.batch_bytes if workers is not None else None,
+            batch_bytes=workers.batch_bytes,
         )
     waterfall = measurement.waterfall
     if not gpu.steps or not waterfall.steps:
@@ -92,5 +92,5 @@ def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> Ran
         loader_s,
         gpu.forward_s / gpu.steps if forward else None,
         measurement.collectives_s,
-        batch_bytes=workers.batch_bytes if workers is not None else None,
+        batch_bytes=workers.batch_bytes,
     )

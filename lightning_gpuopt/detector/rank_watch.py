@@ -13,7 +13,7 @@ from lightning_gpuopt.compat.ddp import reducer_of
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.metric_sync import TimedReduce
-from lightning_gpuopt.measurements.ranks import GradientSync
+from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, ReducerTimes
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.probe import Probe
 
@@ -52,12 +52,12 @@ class RankWatch(Probe):
 
     @override
     def read(self) -> dict[str, Any]:
-        gradients, times, metrics = self._of_parameters, None, None
+        gradients, times, metrics = self._of_parameters, ReducerTimes(), MetricSync()
         if self._reducer is not None:
             if self._timeline.steps != self._read_at:
                 self._read_at = self._timeline.steps
                 self._reducer.read()
-            here, gradients, times = gradients, self._reducer.facts, self._reducer.times
+            here, gradients, times = gradients, self._reducer.facts, self._reducer.times or times
             gradients = replace(
                 gradients,
                 bytes=gradients.bytes if gradients.bytes is not None else here.bytes,

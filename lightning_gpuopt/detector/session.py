@@ -377,7 +377,7 @@ class DetectorSession:
     def _diagnose(self, measured: Measurement) -> list[Finding]:
         findings = diagnose(measured, self._options.threshold)
         source = measured.source
-        if source is None or source.changes or not any("num_workers" in each.settings for each in findings):
+        if source.changes or not any("num_workers" in each.settings for each in findings):
             return findings
         source = self.loader.with_changes(source)  # not earlier: it looks at the dataset
         if source.unshared is None:

@@ -26,7 +26,7 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
     the GPU computes, at no cost, unless it waits for the GPU in every step.
     """
     times, workers, host, waterfall = measurement.times, measurement.workers, measurement.host, measurement.waterfall
-    if workers is None or not workers.batches or not times.steps or waterfall.step_s is None:
+    if not workers.batches or not times.steps or waterfall.step_s is None:
         return None
     service_s = workers.busy_s / workers.batches
     cpu_s = min(workers.cpu_s / workers.batches, service_s)
@@ -108,7 +108,7 @@ def _cpus(host: HostActivity, worker_cpus: float) -> Interval:
 
 def _spread(measurement: Measurement) -> float:
     workers = measurement.workers
-    if workers is None or workers.unevenness is None:
+    if workers.unevenness is None:
         return MIN_SPREAD
     # twice the standard error of the mean service time
     return min(max(2 * math.sqrt(workers.unevenness / workers.batches), MIN_SPREAD), 0.5)
@@ -204,7 +204,7 @@ def _ordered(low: float, mid: float, high: float, spread: float) -> Interval:
 def loader_costs(measurement: Measurement) -> LoaderCosts | None:
     """What the loader and the step cost per batch; None where workers or steps were not measured."""
     model, workers, host, loader = loader_model(measurement), measurement.workers, measurement.host, measurement.loader
-    if model is None or workers is None or loader.num_workers is None:
+    if model is None or loader.num_workers is None:
         return None
     cpu_s, queued_s = model.cpu_s, None
     if loader.num_workers and host is not None:

@@ -130,14 +130,14 @@ class LoaderReading(Summed):
 
     loader: LoaderDescription
     facts: LoaderFacts
-    workers: WorkerTimes | None = None  # timed in its workers; None where nothing could be
+    workers: WorkerTimes = field(default_factory=WorkerTimes)  # timed in its workers; nothing where that could not be
     wait_s: float | None = None  # the training process waited for it; None: it is the only loader
     inner_s: float | None = None  # a loader of another kind waited for the DataLoader inside; None: it is one
 
     @property
     def busy_s(self) -> float:
         """Seconds in which a mean worker made batches."""
-        return self.workers.busy_s / max(self.facts.num_workers or 1, 1) if self.workers is not None else 0.0
+        return self.workers.busy_s / max(self.facts.num_workers or 1, 1)
 
     def waited_for(self, wait_s: float) -> LoaderReading:
         """This loader by who does its work: where its own code is slow, not its workers, these do not count."""
@@ -145,7 +145,7 @@ class LoaderReading(Summed):
         if self.inner_s is None or self.inner_s >= wait_s / 2 or not self.facts.num_workers:
             return self
         loader = replace(self.loader, kind="iterable", work="training process", num_workers=None)
-        return replace(self, loader=loader, facts=LoaderFacts(duplicates=self.facts.duplicates), workers=None)
+        return replace(self, loader=loader, facts=LoaderFacts(duplicates=self.facts.duplicates), workers=WorkerTimes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,8 @@ def pipelines(
 
 
 def measurement(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more: Any) -> Measurement:
-    return Measurement(measured, loader, **more)
+    """A measurement; None is what was not measured."""
+    return Measurement(measured, loader, **{name: value for name, value in more.items() if value is not None})
 
 
 def gpu(steps: int = STEPS, *, compute_s: float = 8.0, idle: dict[str, float] | None = None, **more: Any) -> GpuTimes:

@@ -53,7 +53,7 @@ def pause_of(measurement: Measurement) -> Pause | None:
         return None
     waited = measurement.waterfall.wait("epoch_setup") / setup_s / times.epochs
     batch_s = math.inf
-    if workers is not None and workers.batches:
+    if workers.batches:
         batch_s = workers.busy_s / workers.batches
     elif not loader.num_workers and times.steps > times.epochs and not _works_beside(measurement):
         batch_s = times.phases["data_wait"] / (times.steps - times.epochs)  # the others' first fetches
@@ -67,7 +67,7 @@ def pause_of(measurement: Measurement) -> Pause | None:
 
 def _works_beside(measurement: Measurement) -> bool:
     """Whether batches are made beside the training process, in threads or processes that are no DataLoader's."""
-    return measurement.source is not None and measurement.source.work != "training process"
+    return measurement.source.work != "training process"
 
 
 def restart(measurement: Measurement, threshold: float) -> Iterator[Finding]:
@@ -78,7 +78,7 @@ def restart(measurement: Measurement, threshold: float) -> Iterator[Finding]:
         return
     part = max(("workers", "first_batch", "buffer"), key=lambda name: float(getattr(pause, name)))
     if part == "buffer":
-        part = _FIRST.get(measurement.source.kind if measurement.source is not None else "", "index")
+        part = _FIRST.get(measurement.source.kind, "index")
     if part == "workers" and (loader.persistent_workers or not loader.num_workers):
         part = "iterator"
     evidence: dict[str, float | str] = {
@@ -113,7 +113,7 @@ def validation_restart(measurement: Measurement, threshold: float) -> Iterator[F
     The first validation has to start them, and each waits for its first batch, which takes as long as any other.
     """
     times, reading, waterfall = measurement.times, measurement.validation, measurement.waterfall
-    if reading is None or reading.workers is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
+    if reading is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
         return
     batch_s = reading.workers.busy_s / reading.workers.batches
     each_s = max(times.validation_setup_s / times.validations - batch_s, 0.0)

@@ -97,14 +97,14 @@ def explained_s(measurement: Measurement) -> dict[str, float]:
     wait_s, wall_s = measurement.times.phases["data_wait"], measurement.times.wall_s
     if not loader.num_workers:
         return {_cause_from_outside(measurement) if own_workers(measurement) else "main_process_loading": wait_s}
-    if workers is None or not workers.batches:
+    if not workers.batches:
         return {_cause_from_outside(measurement): wait_s}
     busy = workers.busy_s / (loader.num_workers * wall_s)
     pace_s = min(max(busy * wall_s - (wall_s - wait_s), 0.0), wait_s)
     # of several workers another's batch may lie ready than the one whose turn it is
     lies_ready = _hands_over_slowly(queues) and (busy < _BUSY or loader.num_workers == 1)
     unpinned = late = 0.0
-    if queues is not None and queues.wait_s:
+    if queues.wait_s:
         unpinned, late = queues.unpinned_wait_s / queues.wait_s, queues.late_wait_s / queues.wait_s
     elif busy < _BUSY:  # nobody has looked
         late = 1.0
@@ -117,7 +117,7 @@ def explained_s(measurement: Measurement) -> dict[str, float]:
     making_s = left_s
     if lies_ready or (busy < _BUSY and _read_quickly(measurement)):
         making_s = min(pace_s, left_s)
-        if lies_ready and loader.num_workers == 1 and queues is not None:
+        if lies_ready and loader.num_workers == 1:
             making_s = min(making_s, wait_s * queues.empty / queues.fetches)
     found = Counter(seen)
     found.update(_making(making_s, measurement))
@@ -135,15 +135,14 @@ def _that_are_much(parts: Mapping[str, float], wait_s: float) -> dict[str, float
 def _is_even(measurement: Measurement) -> bool:
     """Whether no single batch stands out, or the others do not lie ready behind one that does."""
     workers, queues = measurement.workers, measurement.queues
-    if workers is None or workers.unevenness is None or workers.unevenness < _UNEVEN:
+    if workers.unevenness is None or workers.unevenness < _UNEVEN:
         return True
-    return queues is not None and queues.empty > _MOSTLY * queues.fetches
+    return queues.empty > _MOSTLY * queues.fetches
 
 
 def _making(seconds: float, measurement: Measurement) -> dict[str, float]:
     """Seconds of waiting for batches that are made, by what takes the workers: collating, computing, or storage."""
     workers, loader, host = measurement.workers, measurement.loader, measurement.host
-    assert workers is not None
     busy = workers.busy_s / ((loader.num_workers or 1) * measurement.times.wall_s)
     if not busy:
         return {"slow_storage": seconds}
@@ -168,7 +167,7 @@ def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
     """
     host, workers, loader = measurement.host, measurement.workers, measurement.loader
     cause, short_s = "worker_transfer", 0.0
-    if host is not None and workers is not None and host.worker_queued is not None:
+    if host is not None and host.worker_queued is not None:
         workers_s = (loader.num_workers or 1) * measurement.times.wall_s
         found = cpu_cause(measurement)
         taken = found == "cpu_throttled" or (found == "cpu_saturated" and _used_by_others(measurement) is not None)
@@ -178,18 +177,15 @@ def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
     return _that_are_much(parts, measurement.times.phases["data_wait"])
 
 
-def _hands_over_slowly(queues: QueueTimes | None) -> bool:
+def _hands_over_slowly(queues: QueueTimes) -> bool:
     """Whether nearly every fetch waits although a batch is ready."""
-    if queues is None or not queues.fetches:
-        return False
-    return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
+    seldom_empty = queues.empty <= _SELDOM * queues.fetches
+    return seldom_empty and queues.waits >= _NEARLY_EVERY * queues.fetches > 0
 
 
 def _read_quickly(measurement: Measurement) -> bool:
     """Whether reading samples takes no longer than collating and, at most, handing over: waits with idle workers."""
     workers, wall_s = measurement.workers, measurement.times.wall_s
-    if workers is None:
-        return True
     number = measurement.loader.num_workers or 1
     handing_over_s = min(measurement.times.phases["data_wait"] * number, wall_s * number - workers.busy_s)
     return workers.data_wall_s <= workers.collate_wall_s + max(handing_over_s, 0.0)
@@ -220,14 +216,14 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
     times, loader, host = measurement.times, measurement.loader, measurement.host
     workers, queues = measurement.workers, measurement.queues
     found = wait_evidence(measurement) | {"num_workers": own_workers(measurement) or loader.num_workers}
-    if workers is not None and workers.batches:
+    if workers.batches:
         found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
         found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
         found["collate_ms_per_batch"] = workers.collate_wall_s / workers.batches * 1e3
         found["batch_mib"] = workers.batch_bytes / 2**20 if workers.batch_bytes is not None else None
         if loader.num_workers:
             found["workers_busy_percent"] = workers.busy_s / (loader.num_workers * times.wall_s) * 100
-    if queues is not None and queues.fetches:
+    if queues.fetches:
         found["queue_depth"] = queues.mean_ready
         found["queue_empty_percent"] = queues.empty / queues.fetches * 100
         found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
@@ -242,7 +238,7 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
 def own_workers(measurement: Measurement) -> int:
     """Threads or processes that a loader without a DataLoader has for its work, as a graph of nodes; 0: none known."""
     source = measurement.source
-    if source is None or source.kind != "nodes" or source.work == "training process":
+    if source.kind != "nodes" or source.work == "training process":
         return 0
     return source.num_workers or 0
 
@@ -250,8 +246,6 @@ def own_workers(measurement: Measurement) -> int:
 def kind_evidence(measurement: Measurement) -> dict[str, float | str]:
     """Which of several loaders it is, and what is special about its kind."""
     source = measurement.source
-    if source is None:
-        return {}
     found: dict[str, float | str] = {}
     if source.key:
         found["loader"] = source.key
@@ -285,7 +279,7 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {"num_workers": 0}
     if not CAUSES[cause].doing:
         return {}
-    if loader.duplicates or _unshared(measurement) or (cause == "slow_storage" and memory_is_short(measurement)):
+    if loader.duplicates or measurement.source.unshared or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
     workers = _with_shards(_workers_needed(cause, measurement), measurement)
     if workers <= loader.num_workers:
@@ -299,15 +293,10 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     return settings
 
 
-def _unshared(measurement: Measurement) -> str | None:
-    """Why more workers would read other samples; None where they would not, or nobody has looked."""
-    return measurement.source.unshared if measurement.source is not None else None
-
-
 def _with_shards(workers: int, measurement: Measurement) -> int:
     """So many workers, or as many as there are shards of a stream for this rank: others would have none to read."""
-    source = measurement.source
-    return workers if source is None or source.shards is None else min(workers, source.shards)
+    shards = measurement.source.shards
+    return workers if shards is None else min(workers, shards)
 
 
 def _costs_more_to_hand_over(measurement: Measurement) -> bool:
@@ -337,7 +326,6 @@ def _workers_needed(cause: str, measurement: Measurement) -> int:
 def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
     """Enough batches ahead to bridge a slow one."""
     loader, workers = measurement.loader, measurement.workers
-    assert workers is not None
     assert workers.unevenness is not None
     mean_s = workers.busy_s / workers.batches
     consumer_s = without_data_s(measurement)
@@ -364,7 +352,7 @@ def _prediction(cause: str, measurement: Measurement, settings: dict[str, Any]) 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
     parts = [*_threads(cause, measurement, settings), _remedy(cause, measurement, settings)]
-    if cause == "head_of_line" and measurement.source is not None and measurement.source.datamodule:
+    if cause == "head_of_line" and measurement.source.datamodule:
         parts.append(CAUSES[cause].cases["datamodule"].format(datamodule=measurement.source.datamodule))
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
@@ -403,13 +391,13 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         return CAUSES[cause].cases["memory"]
     if cause == "cpu_saturated" and (others := _used_by_others(measurement)) is not None:
         return CAUSES[cause].cases["others"].format(others=others[0], usable=others[1])
-    if doing and (reason := _unshared(measurement)) is not None:
+    if doing and (reason := measurement.source.unshared) is not None:
         return f"{doing}, but more workers would not read the same samples: {reason}."
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
     if cause in ("slow_transform", "slow_storage") and (own := own_workers(measurement)):
         return CAUSES[cause].cases["nodes"].format(num_workers=own)
-    shards = measurement.source.shards if measurement.source is not None else None
+    shards = measurement.source.shards
     if doing and workers is None and shards is not None and (measurement.loader.num_workers or 0) >= shards:
         return (
             f"{doing}, and each of the stream's {shards} shards has a worker already: more would have none to "
@@ -439,7 +427,7 @@ def _used_by_others(measurement: Measurement) -> tuple[float, float] | None:
 def _without_workers(measurement: Measurement) -> str:
     """Advice for a training process that loads by itself, where workers are none."""
     cases, source = CAUSES["main_process_loading"].cases, measurement.source
-    if source is not None and source.kind == "nodes":
+    if source.kind == "nodes":
         return cases["nodes"]
     if measurement.loader.num_workers is None:
         return cases["no_dataloader"]

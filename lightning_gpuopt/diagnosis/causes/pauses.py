@@ -48,9 +48,7 @@ def _one_took_most(measurement: Measurement) -> bool:
 def recompilation(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Compilations in the steps that the device waits for, if they come again and again."""
     compilations, seconds = measurement.compilations, measurement.waterfall.wait(RECOMPILATION)
-    if compilations is None or compilations.steps < _AGAIN_AND_AGAIN:
-        return
-    if measurement.waterfall.share(seconds) < threshold:
+    if compilations.steps < _AGAIN_AND_AGAIN or measurement.waterfall.share(seconds) < threshold:
         return
     compiling_s = sum(measurement.times.compiling.values())
     evidence = per_step(seconds, measurement) | {
@@ -85,8 +83,6 @@ def pause_notes(measurement: Measurement, threshold: float) -> list[str]:
             f"Python's garbage collector took {collecting:.0%} of the time, most of it in one collection of "
             f"{measurement.collections.longest_s:.2f} s: a longer run has few of them."
         )
-    if compilations is None:
-        return notes
     share = waterfall.share(waterfall.wait(RECOMPILATION))
     if 0 < compilations.steps < _AGAIN_AND_AGAIN and share >= threshold:
         notes.append(

@@ -96,7 +96,7 @@ def _sent(measurement: Measurement) -> dict[str, float | str]:
 
 def _metrics_in_forward(measurement: Measurement) -> tuple[str, ...]:
     look, metrics = measurement.look, measurement.metrics
-    return metrics.names if metrics is not None and look is not None and look.forward_collectives else ()
+    return metrics.names if look is not None and look.forward_collectives else ()
 
 
 def _as_text(value: bool | None) -> str | None:

@@ -71,7 +71,7 @@ def logging(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Calls of the loggers, and metrics that are reduced over the ranks in each step."""
     waterfall, metrics, sync_s = measurement.waterfall, measurement.metrics, measurement.metric_sync_s
     seconds = waterfall.wait("logging")
-    if metrics is not None and not waterfall.on_gpu:  # some of it may be the wait for a slower rank
+    if not waterfall.on_gpu:  # some of it may be the wait for a slower rank
         seconds = max(seconds - metrics.seconds, 0.0) + sync_s
     if waterfall.share(seconds) >= threshold:
         yield Finding(
@@ -85,7 +85,7 @@ def logging(measurement: Measurement, threshold: float) -> Iterator[Finding]:
 
 def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]:
     metrics, steps = measurement.metrics, measurement.waterfall.steps
-    if metrics is None or not seconds:
+    if not seconds:
         return {}
     named = {"metric": ", ".join(metrics.names)} if metrics.names else {}
     return {
@@ -151,7 +151,7 @@ def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Findi
         evidence["pin_memory"] = str(bool(pinned))
         advice = CAUSES["host_to_device"].advice
         with_workers = " (num_workers=1 or more)" if measurement.loader.num_workers == 0 else ""
-        if ahead is not None and ahead.copies:
+        if ahead.copies:
             work_s = max((waterfall.step_s or 0.0) - seconds / max(waterfall.steps, 1), 0.0)
             too_long = ahead.copy_s / ahead.copies >= work_s
             advice = cases["ahead"] + cases["ahead_too_long" if too_long else "ahead_too_late"]
@@ -177,7 +177,7 @@ def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Findi
 def copies_ahead_note(measurement: Measurement) -> str | None:
     """How much of the copies CudaPrefetcher has hidden."""
     ahead = measurement.ahead
-    if ahead is None or not ahead.copies or not measurement.waterfall.on_gpu:
+    if not ahead.copies or not measurement.waterfall.on_gpu:
         return None
     copy_ms, exposed_ms = (seconds / ahead.copies * 1e3 for seconds in (ahead.copy_s, ahead.exposed_s))
     return f"CudaPrefetcher: the copy took {copy_ms:.1f} ms a step, {exposed_ms:.1f} ms of it exposed."

@@ -87,11 +87,10 @@ def storage_is_right(found: Finding, of: Measurement) -> bool:
 
 
 def always_ready(found: Finding, of: Measurement) -> bool:
-    return of.queues is not None and of.queues.waits > 80 and number(found, "queue_empty_percent") <= 30
+    return of.queues.waits > 80 and number(found, "queue_empty_percent") <= 30
 
 
 def computes(found: Finding, of: Measurement) -> bool:
-    assert of.workers is not None
     runs = number(found, "worker_cpu_percent", 0.0) + number(found, "worker_queued_percent", 0.0)
     busy = number(found, "workers_busy_percent")
     return of.workers.cpu_s >= of.workers.busy_s / 2 or runs + of.workers.cpu_s / of.workers.busy_s * busy >= busy / 2
@@ -111,7 +110,6 @@ def transform_is_right(found: Finding, of: Measurement) -> bool:
 
 
 def line_is_right(found: Finding, of: Measurement) -> bool:
-    assert of.workers is not None
     assert of.workers.unevenness is not None
     held_up = number(found, "late_batch_wait_percent", 100.0) > 33
     return held_up and of.workers.unevenness >= 1 and number(found, "queue_empty_percent", 0.0) <= 50
