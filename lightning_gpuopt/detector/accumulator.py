@@ -49,7 +49,7 @@ class SteadyStateAccumulator:
         for each in probes:
             each.restart()
         self._start = self._last = self._recorded_reading = self._read()
-        self._recorded_times: PhaseTimes | None = None
+        self._recorded_times = PhaseTimes()
 
     def measure(self, times: PhaseTimes) -> Measurement:
         """What was measured since the beginning; ``times`` are the phases since then."""
@@ -67,14 +67,13 @@ class SteadyStateAccumulator:
 
     def until_window(self, times: PhaseTimes) -> Measurement:
         """What was measured from the beginning to the end of the last window; cheaper than :meth:`measure` there."""
-        record_s = times.wall_s - (self._recorded_times.wall_s if self._recorded_times is not None else 0.0)
-        if record_s >= _MIN_RECORD_S:
+        if times.wall_s - self._recorded_times.wall_s >= _MIN_RECORD_S:
             self._keep_record(times)
         return self._since(self._start, self._last, times, self._history.records)
 
     def _keep_record(self, times: PhaseTimes) -> None:
         """Keep what was measured since the last record, for what changes over the run."""
-        of_record = times - self._recorded_times if self._recorded_times is not None else times
+        of_record = times - self._recorded_times
         measured = self._since(self._recorded_reading, self._last, of_record)
         self._recorded_reading, self._recorded_times = self._last, times
         self._steps += of_record.steps

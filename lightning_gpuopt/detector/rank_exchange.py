@@ -56,9 +56,9 @@ class RankExchange(Probe):
                     self._works.pop(rank, None)
 
 
-def work_of(rank: int, measurement: Measurement | None, *, forward: bool) -> RankWork | None:
+def work_of(rank: int, measurement: Measurement, *, forward: bool) -> RankWork | None:
     """A mean step of this rank, for rank 0 to compare; ``forward``: its forward's GPU time is this rank's own."""
-    if measurement is None or not measurement.times.steps:
+    if not measurement.times.steps:
         return None
     times, workers, gpu = measurement.times, measurement.workers, measurement.gpu
     loader_s = None

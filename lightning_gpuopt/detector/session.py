@@ -266,8 +266,7 @@ class DetectorSession:
         return self._looks.sampled
 
     def _findings_now(self) -> list[Finding] | None:
-        measured = self._measured()
-        return self._diagnose(measured) if measured is not None else None
+        return self._diagnose(self._measured()) if self._accumulator is not None else None
 
     def _kind_of_step(self) -> bool:
         """Whether gradients were only accumulated: such a step is shorter than one with the optimizer in it."""
@@ -305,7 +304,7 @@ class DetectorSession:
         self._prove()
         times = self.timeline.times()
         part, measured = self._accumulator, self._measured(times)
-        if part is not None and part.findings and measured is not None and measured.waterfall.step_s:
+        if part is not None and part.findings and measured.waterfall.step_s:
             self._pending = (part.findings, measured.waterfall)
         self._accumulator = None
         self._changed_after = times.steps
@@ -315,7 +314,7 @@ class DetectorSession:
         if self._heard:  # whoever changes something proves it
             return
         measured = self._measured()
-        if self._pending is not None and measured is not None and measured.times.steps:
+        if self._pending is not None and measured.times.steps:
             (findings, before), after = self._pending, measured.waterfall
             steps = before.steps, after.steps
             self._proofs += proofs_of(findings, before.step_s, asdict(self.loader.facts), after.step_s, steps)
@@ -333,7 +332,7 @@ class DetectorSession:
         steady = self._windows.steady(times)
         if window is None or steady is None:
             if self._warmed_up:
-                self._post(None)  # for each window of the other ranks one of ours
+                self._post(Measurement())  # for each window of the other ranks one of ours
             if steady is not None:
                 self._warmed_up = True
                 self._accumulator = self._new_accumulator()
@@ -367,11 +366,11 @@ class DetectorSession:
     def _with_stacks(self, measured: Measurement) -> Measurement:
         return replace(measured, sampled=self._looks.sampled)
 
-    def _measured(self, times: PhaseTimes | None = None) -> Measurement | None:
-        """What was measured since the last change; None while warm-up goes on."""
+    def _measured(self, times: PhaseTimes | None = None) -> Measurement:
+        """What was measured since the last change; nothing while warm-up goes on."""
         steady = self._windows.steady(times or self.timeline.times())
         if steady is None or self._accumulator is None:
-            return None
+            return Measurement()
         return self._with_stacks(self._accumulator.measure(steady))
 
     def _diagnose(self, measured: Measurement) -> list[Finding]:
@@ -388,15 +387,15 @@ class DetectorSession:
         """The report of the run until now; ``measure_images`` takes half a second at most, once training has ended."""
         times = self.timeline.times()
         measured = self._measured(times)
-        findings = self._diagnose(measured) if measured is not None else []
-        if measured is not None and measure_images and any(cause_of(each.cause).storage for each in findings):
+        findings = self._diagnose(measured)
+        if measure_images and any(cause_of(each.cause).storage for each in findings):
             self._images.measure()
             measured = replace(measured, images=self._images.samples)
             findings = self._diagnose(measured)
         heard = [note for each in self._heard for note in each.notes]
         notes = self._notes + heard + self._instruments.notes + self._instruments.observers.problems
         notes += [note for each in self._probes for note in each.notes]
-        notes += self._looks.notes_on(findings if measured is not None else None)
+        notes += self._looks.notes_on(findings if self._accumulator is not None else None)
         return report_of(
             times,
             measured,
@@ -417,7 +416,7 @@ class DetectorSession:
             risks=self.risks.risks,
         )
 
-    def _post(self, measurement: Measurement | None) -> None:
+    def _post(self, measurement: Measurement) -> None:
         """Send this rank's work since warm-up on its way to rank 0."""
         if self._exchange is not None:
             work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
@@ -440,7 +439,7 @@ class DetectorSession:
     def log_rest(self, trainer: Trainer) -> None:
         """Log a run that was shorter than a window as one."""
         measured = self._measured()
-        if not self._logged and measured is not None and measured.times.steps:
+        if not self._logged and measured.times.steps:
             self.log_window(trainer, measured)
 
     def write_hang(self, folder: Path, quiet_s: float) -> Path:

@@ -32,8 +32,8 @@ _MOSTLY: Final = 0.5
 class Measurement:
     """One stretch of a run; what was not measured, or does not apply, is None, or a counter at its beginning."""
 
-    times: PhaseTimes
-    loader: LoaderFacts  # settings of the training loaders
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    loader: LoaderFacts = field(default_factory=LoaderFacts)  # settings of the training loaders
     source: LoaderDescription = field(default_factory=lambda: LoaderDescription("torch"))  # that the loop waits for
     validation: LoaderReading | None = None  # where its workers are started for each validation
     host: HostActivity | None = None

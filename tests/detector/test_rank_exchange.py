@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_gpuopt.detector.rank_exchange import work_of
+from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.gpu import GpuTimes, StepLook
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.ranks import MetricSync, RankWork, ReducerTimes
@@ -21,7 +22,7 @@ def test_ranks_of_which_one_begins_anew_still_end_their_windows_together() -> No
 
 class TestWorkOfARank:
     def test_there_is_none_without_steps(self) -> None:
-        assert work_of(1, None, forward=True) is None
+        assert work_of(1, Measurement(), forward=True) is None
         assert work_of(1, measurement(times(steps=0)), forward=True) is None
         assert work_of(1, measurement(times(), gpu=GpuTimes()), forward=True) is None
 
