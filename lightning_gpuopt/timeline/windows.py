@@ -57,7 +57,7 @@ class Windows:
         self._warm: PhaseTimes | None = None
         self._needs_warmup = warmup_steps > 0
         self._began = 0
-        self._last: PhaseTimes | None = None
+        self._last = PhaseTimes()
         self._stretches = BoundedSeries(_MAX_STRETCHES, _joined)
 
     @property
@@ -72,11 +72,8 @@ class Windows:
 
     def close(self, reading: PhaseTimes) -> Window | None:
         """End the window under way; None when it was warm-up that ended, or goes on."""
-        window = Window(
-            self._last.wall_s if self._last is not None else 0.0,
-            reading - self._last if self._last is not None else reading,
-        )
-        if self._last is None or reading.steps > self._last.steps:
+        window = Window(self._last.wall_s, reading - self._last)
+        if reading.steps > self._last.steps:
             self._stretches.add(window)
         self._last = reading
         self._next = reading.steps + self._window_size
@@ -101,7 +98,7 @@ class Windows:
         warm-up.
         """
         due = self._next
-        if self._last is None or reading.steps > self._last.steps:
+        if reading.steps > self._last.steps:
             self.close(reading)
         self._warm = None
         self._needs_warmup = True
@@ -116,8 +113,7 @@ class Windows:
 
     def stretches(self, reading: PhaseTimes) -> list[Window]:
         """The whole run until now, oldest first, in at most 513 stretches."""
-        start_s = self._last.wall_s if self._last is not None else 0.0
-        rest = Window(start_s, reading - self._last if self._last is not None else reading)
+        rest = Window(self._last.wall_s, reading - self._last)
         return [*self._stretches.items, rest] if rest.times.wall_s > 0 else list(self._stretches.items)
 
 

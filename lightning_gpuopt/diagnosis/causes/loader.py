@@ -281,7 +281,9 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {}
     if loader.duplicates or measurement.source.unshared or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
-    workers = _with_shards(_workers_needed(cause, measurement), measurement)
+    workers = _workers_needed(cause, measurement)
+    if measurement.source.shards is not None:  # others would have none to read
+        workers = min(workers, measurement.source.shards)
     if workers <= loader.num_workers:
         return {}
     model, now_s = loader_model(measurement), measurement.waterfall.step_s
@@ -291,12 +293,6 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     if not loader.persistent_workers:
         settings["persistent_workers"] = True
     return settings
-
-
-def _with_shards(workers: int, measurement: Measurement) -> int:
-    """So many workers, or as many as there are shards of a stream for this rank: others would have none to read."""
-    shards = measurement.source.shards
-    return workers if shards is None else min(workers, shards)
 
 
 def _costs_more_to_hand_over(measurement: Measurement) -> bool:
