@@ -33,17 +33,11 @@ _NO_TABLE: Final = (
 class Looks(Probe):
     """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
 
-    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report.
+    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report; ``threshold`` is of idle
+    time, 0-1.
     """
 
-    def __init__(self) -> None:
-        self.kernels: KernelProfiling | None = None
-        self.stacks: StackSampling | None = None
-        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
-        self._found: Sequence[Finding] = ()
-        self._due_at = -sys.maxsize
-
-    def begin(
+    def __init__(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -51,8 +45,13 @@ class Looks(Probe):
         threshold: float,
         profile: Profile,
         device: DeviceWatch | None,
+        stacks: StackSampling | None,
     ) -> None:
-        """Prepare the looks that this device allows, when training starts; ``threshold`` is of idle time, 0-1."""
+        self.kernels: KernelProfiling | None = None
+        self.stacks = stacks
+        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
+        self._found: Sequence[Finding] = ()
+        self._due_at = -sys.maxsize
 
         def modules() -> ModuleCalls | None:
             """None where hooks could have torch compile the modules anew."""

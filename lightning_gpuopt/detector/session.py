@@ -100,7 +100,6 @@ class DetectorSession:
         self._probes: list[Probe] = []
         self.loader = self._with(LoaderWatch(trainer))
         self._device: DeviceWatch | None = None
-        self._looks = Looks()
         self._run_settings: RunSettingsWatch | None = None
         self._own_forward = False
         self._padding = PaddingWatch(lambda: bool(trainer.training))
@@ -135,16 +134,16 @@ class DetectorSession:
             self._exchange = self._with(RankExchange(trainer.global_rank, trainer.world_size))
         if on_cuda:
             self._watch_gpu()
-        self._looks.begin(
-            trainer,
-            self._pl_module,
-            threshold=self._options.threshold,
-            profile=self._options.profile,
-            device=self._device,
+        self._looks = self._with(
+            Looks(
+                trainer,
+                self._pl_module,
+                threshold=self._options.threshold,
+                profile=self._options.profile,
+                device=self._device,
+                stacks=StackSampling(self.timeline, self.loader) if trainer.is_global_zero else None,  # who reports
+            )
         )
-        self._with(self._looks)
-        if trainer.is_global_zero:  # who reports
-            self._looks.stacks = StackSampling(self.timeline, self.loader)
         placed.place(self.timeline)
         self._padding.end = placed.look_at_batches(self._padding.around)
         self._pauses = self._with(PauseWatch(self.timeline))
