@@ -94,7 +94,7 @@ class AutoFixController:
             if trial is None:
                 self._look_at_costs()
             if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._loader.is_settled:
-                if window.source is not None and window.source.key:  # of several loaders the one that is waited for
+                if window.source.key:  # of several loaders the one that is waited for
                     loader = window.loader
                 for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
                     if self._may_try(wanted) and self._try(wanted, loader, window):

@@ -7,16 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from typing_extensions import override
 
-from lightning_gpuopt.measurements.gpu import DeviceState
+from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes
 from lightning_gpuopt.telemetry.cuda import choose_current
 from lightning_gpuopt.telemetry.nvml_sources import NEIGHBOUR
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.window import Stat
-from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock, HostWork
+from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock
+from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.utils.cuda_events import new_event
 
 _READ_EVERY_S: Final = 0.25
@@ -34,21 +37,22 @@ _READINGS: Final = (
 )
 
 
-class DeviceWatch:
+class DeviceWatch(Probe):
     """Watches one CUDA device; ``forward`` times the forward's own kernels, for the comparison of ranks."""
 
     def __init__(
         self,
         device: torch.device,
-        host: HostWork,
+        host: Timeline,
         *,
         forward: bool = False,
         links: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.clock = GpuClock(partial(new_event, enable_timing=True), host, forward=forward)
+        self._notes: list[str] = []
         self.device = device
-        self.notes: list[str] = []
+        self._host = host
         self._reads = True
         self._seconds_now = clock
         readings = (*_READINGS, "active_nvlinks") if links else _READINGS
@@ -64,17 +68,15 @@ class DeviceWatch:
         """Stop the clock: CUDA refuses its events, for example while a graph is captured."""
         if self._reads:
             self._reads = False
-            self.notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
+            self._notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
 
-    def catch_up(self, after_reading: Callable[[], None] = lambda: None) -> None:
+    def catch_up(self) -> None:
         """Training has ended: read what the GPU still has to finish, for a short time."""
         deadline_s = self._seconds_now() + _CATCH_UP_S
-        self.read()
-        after_reading()
+        self.read_events()
         while self._reads and self.clock.unread and self._seconds_now() < deadline_s:
             time.sleep(_POLL_S)
-            self.read()
-            after_reading()
+            self.read_events()
         self._take_notices()
 
     def drained(self) -> bool:
@@ -89,7 +91,7 @@ class DeviceWatch:
         except RuntimeError:  # a device that has failed waits for nothing
             return True
 
-    def read(self) -> None:
+    def read_events(self) -> None:
         """Read the events that the GPU has passed."""
         if self._reads:
             try:
@@ -97,11 +99,26 @@ class DeviceWatch:
             except RuntimeError as error:  # for example after the program has changed streams in a step
                 self.refuse(error)
 
+    @override
     def restart(self) -> None:
-        """Reset NVML's figures."""
+        """Reset NVML's figures, and leave out the steps that the host has done: the GPU may have some before it."""
         self._sampler.cut()
         self._stats.clear()
         self._since_s = self._seconds_now()
+        self.clock.take_snapshot(self._host.steps)
+
+    @override
+    def read(self) -> dict[str, Any]:
+        return {"gpu": self.gpu()}
+
+    @override
+    def known(self) -> dict[str, Any]:
+        return {"device": self.state()}
+
+    def gpu(self) -> GpuTimes:
+        """What the GPU did since the last restart, once it has finished the steps before that."""
+        before = self.clock.snapshot
+        return self.clock.times() - before if before is not None else GpuTimes()
 
     def close_window(self) -> float | None:
         """End NVML's window; returns the GPU's utilization in it, 0-100 %."""
@@ -143,6 +160,7 @@ class DeviceWatch:
             self._nvlinks = stat.high if stat is not None else None
         return "" if self._nvlinks is None else "NVLink" if self._nvlinks else "PCIe"
 
+    @override
     def close(self) -> None:
         """End the readings."""
         self._sampler.stop(_CLOSE_S)
@@ -166,4 +184,4 @@ class DeviceWatch:
 
     def _take_notices(self) -> None:
         while self._sampler.notices:
-            self.notes.append(self._sampler.notices.popleft().text)
+            self._notes.append(self._sampler.notices.popleft().text)

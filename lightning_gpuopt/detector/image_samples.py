@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from typing_extensions import override
 
 from lightning_gpuopt.measurements.loading import ImageSamples
+from lightning_gpuopt.timeline.probe import Probe
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +161,7 @@ def images_in(batch: Any) -> tuple[int, int] | None:
     return None
 
 
-class ImageLook:
+class ImageLook(Probe):
     """What is known of the images behind a Trainer's only training loader."""
 
     def __init__(self, loaders: Callable[[], list[Any]]) -> None:
@@ -167,6 +169,10 @@ class ImageLook:
         self._in_batch: tuple[int, int] | None = None
         self._batch_seen = False
         self.samples: ImageSamples | None = None
+
+    @override
+    def known(self) -> dict[str, Any]:
+        return {"images": self.samples}
 
     def see_batch(self, batch: Any) -> None:
         """Look at the first batch: which images are in it, and whether they are read from files."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final
 
 import torch
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, shadow
+from lightning_gpuopt.detector.copies_ahead import CopiesAhead
 from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.detector.rank_watch import is_sharded
-from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
@@ -34,29 +34,24 @@ _LOGGER_CALLS: Final = (
 )
 
 
-@runtime_checkable
-class CopiesAhead(Protocol):
-    """A callback that copies batches to the device ahead of the step; its hooks count as that copy."""
-
-    state_key: str
-
-    def copies_ahead(self) -> AheadCopies | None:
-        """What it has copied so far; None where it copies nothing ahead."""
-
-
 class Observers(StepObserver):
     """Calls observers at a step's events; an observer that raises is not called again."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
-    def connect(self, event: str, function: Callable[..., None], refused: Callable[[Exception], None]) -> None:
+    def connect(
+        self, event: str, function: Callable[..., None], refused: Callable[[Exception], None] | None = None
+    ) -> None:
         """Call a function at a ``StepObserver`` event; where it fails, ``refused`` is called and it is not again."""
 
         def fail(error: Exception) -> None:
             log.debug("a measurement failed", exc_info=True)
             setattr(self, event, lambda *arguments: None)
-            refused(error)
+            if refused is not None:
+                refused(error)
+            else:
+                self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
 
         def safely() -> None:
             try:
@@ -71,10 +66,6 @@ class Observers(StepObserver):
                 fail(error)
 
         setattr(self, event, safely_with if event == "fetch_ends" else safely)
-
-    def stopped(self, event: str) -> Callable[[Exception], None]:
-        """Returns a function that notes that an observer was dropped."""
-        return lambda error: self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
 
     def disconnect(self, events: tuple[str, ...]) -> None:
         """Drop all observers of these events."""

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from typing_extensions import override
+
 from lightning_gpuopt.compat.dataloader import numbered_workers, parts, running_workers, time_fetches, worker_pids
 from lightning_gpuopt.compat.lightning import (
     Trainer,
@@ -21,12 +23,12 @@ from lightning_gpuopt.detector.downloads import DownloadWatch
 from lightning_gpuopt.loaders.describe import describe
 from lightning_gpuopt.loaders.helpers import helpers_of
 from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
-from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
-from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines
+from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines, WorkerTimes
 from lightning_gpuopt.telemetry.host import HostWatch
 from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.loader_facts import facts_of, pipeline_of
+from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import WorkerClock, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
@@ -65,7 +67,7 @@ class _Watched:
         return LoaderReading(
             self.loader,
             facts,
-            self.clock.times(max(self.rows, facts.num_workers or 1)) if self.clock is not None else None,
+            self.clock.times(max(self.rows, facts.num_workers or 1)) if self.clock is not None else WorkerTimes(),
             self.waited_ns[0] / 1e9 if several else None,
             self.inner_ns[0] / 1e9 if wraps else None,
         )
@@ -105,7 +107,7 @@ class _TimedIterator:
         return getattr(self.iterator, name)
 
 
-class LoaderWatch:
+class LoaderWatch(Probe):
     """Wraps each training loader's ``collate_fn`` as it passes, and looks at its queues and workers.
 
     Made in ``setup``, before the Trainer has asked for its loaders. ``threads`` are identifiers of the threads that
@@ -128,6 +130,23 @@ class LoaderWatch:
         self.threads: tuple[int, ...] = ()
         self._registry = LoaderRegistry.of(trainer)
         self._undo.append(self._registry.subscribe(self, trainer))
+
+    @override
+    def restart(self) -> None:
+        self._host.reset()
+
+    @override
+    def read(self) -> dict[str, Any]:
+        return {
+            "loaders": self.readings(),
+            "pipelines": self._pipelines(),
+            "validation": self._validation.reading(several=False) if self._validation is not None else None,
+            "queues": self.queues.times(),
+        }
+
+    @override
+    def known(self) -> dict[str, Any]:
+        return {"loader": self.facts, "host": self._host.activity()}
 
     def start(self) -> None:
         """Begin to read the host; called when training starts."""
@@ -204,14 +223,6 @@ class LoaderWatch:
                 return True
         return False
 
-    def reset_host(self) -> None:
-        """Reset the host's figures."""
-        self._host.reset()
-
-    def host(self) -> HostActivity:
-        """What the host did since the last reset."""
-        return self._host.activity()
-
     def process(self) -> ProcessReading:
         """The last reading of this process: memory, files, threads."""
         return self._host.process
@@ -229,18 +240,14 @@ class LoaderWatch:
         watched.look_at_changes()
         return watched.reading(several=False).loader
 
-    def validation(self) -> LoaderReading | None:
-        """The same of the loader of the validation, where its workers are started for each."""
-        return self._validation.reading(several=False) if self._validation is not None else None
-
     def busiest(self, key: str = "") -> tuple[int, WorkerStacks, int] | None:
         """The loader whose workers were busiest: number, stacks, number of workers; an empty ``key`` is any loader."""
         readings = {
             number: each
             for number, each in self.readings().items()
-            if each.facts.num_workers and each.workers is not None and key in ("", each.loader.key)
+            if each.facts.num_workers and key in ("", each.loader.key)
         }
-        for number in sorted(readings, key=lambda number: -readings[number].workers.busy_s):  # type: ignore[union-attr]
+        for number in sorted(readings, key=lambda number: -readings[number].workers.busy_s):
             stacks = self.stacks_of(number)
             if stacks is not None:
                 return number, stacks, readings[number].facts.num_workers or 1
@@ -251,11 +258,13 @@ class LoaderWatch:
         clocks = (each.clock for each in self._watched if each.number == number)
         return next((clock.stacks for clock in clocks if clock is not None), None)
 
-    def pipelines(self) -> dict[int, Pipelines]:
+    def _pipelines(self) -> dict[int, Pipelines]:
         """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
         readings = ((each.number, pipeline_of(each.seen.loader)) for each in self._watched)
         return {number: reading for number, reading in readings if reading is not None}
 
+    @property
+    @override
     def notes(self) -> list[str]:
         """What could not be measured, and workers that have nothing to do."""
         notes = [note for each in self._current for note in each.loader.notes] + self._downloads.notes()
@@ -274,7 +283,8 @@ class LoaderWatch:
                 described.append((worker.pid, clock.doing(number) if clock is not None else "is not watched"))
         return described
 
-    def undo(self) -> None:
+    @override
+    def close(self) -> None:
         """Remove our hooks and drop loaders and iterators: a reference of ours would keep workers alive. Idempotent."""
         while self._undo:
             self._undo.pop()()

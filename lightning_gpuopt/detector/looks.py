@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from typing_extensions import override
 
 from lightning_gpuopt.compat.dynamo import has_compiled
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
@@ -20,6 +22,7 @@ from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.timeline.module_calls import ModuleCalls
+from lightning_gpuopt.timeline.probe import Probe
 
 _NO_TABLE: Final = (
     'What the steps compute was not looked at: with StallDetector(profile="on") the report has it by kind, by kernel '
@@ -27,20 +30,14 @@ _NO_TABLE: Final = (
 )
 
 
-class Looks:
+class Looks(Probe):
     """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
 
-    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report.
+    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report; ``threshold`` is of idle
+    time, 0-1.
     """
 
-    def __init__(self) -> None:
-        self.kernels: KernelProfiling | None = None
-        self.stacks: StackSampling | None = None
-        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
-        self._found: Sequence[Finding] = ()
-        self._due_at = -sys.maxsize
-
-    def begin(
+    def __init__(
         self,
         trainer: Trainer,
         pl_module: LightningModule,
@@ -48,8 +45,13 @@ class Looks:
         threshold: float,
         profile: Profile,
         device: DeviceWatch | None,
+        stacks: StackSampling | None,
     ) -> None:
-        """Prepare the looks that this device allows, when training starts; ``threshold`` is of idle time, 0-1."""
+        self.kernels: KernelProfiling | None = None
+        self.stacks = stacks
+        self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
+        self._found: Sequence[Finding] = ()
+        self._due_at = -sys.maxsize
 
         def modules() -> ModuleCalls | None:
             """None where hooks could have torch compile the modules anew."""
@@ -72,6 +74,18 @@ class Looks:
     def profiler_is_taken(self) -> bool:
         """Whether torch.profiler records a trace, for which a look at the kernels waits."""
         return self._trace.is_recording
+
+    @override
+    def known(self) -> dict[str, Any]:
+        kernels = self.kernels
+        if kernels is None:
+            return {}
+        return {
+            "syncs": kernels.syncs,
+            "look": kernels.look,
+            "look_pending": kernels.pending,
+            "look_missed": kernels.missed,
+        }
 
     @property
     def sampled(self) -> tuple[Sampled, ...]:
@@ -130,13 +144,14 @@ class Looks:
             if each is not None:
                 each.finish()
 
+    @override
     def close(self) -> None:
         """End all of them, however the run has ended."""
         with ExitStack() as ends:
             ends.callback(self._trace.end)
             ends.callback(self.finish)
 
-    def notes(self, findings: Sequence[Finding] | None) -> list[str]:
+    def notes_on(self, findings: Sequence[Finding] | None) -> list[str]:
         """What the looks cost, and what could not be seen; ``findings`` are None while a warm-up goes on."""
         kernels = self.kernels
         notes = [*(kernels.notes if kernels is not None else []), *self._trace.notes]

@@ -96,7 +96,7 @@ class MemoryRisks:
 
     def _in_flight(self, prefetch_factor: int | None) -> BatchesInFlight | None:
         for reading in self._loader.readings().values():
-            if prefetch_factor and reading.workers is not None and reading.workers.sized:
+            if prefetch_factor and reading.workers.sized:
                 return BatchesInFlight(reading.workers.bytes // reading.workers.sized, prefetch_factor)
         return None
 

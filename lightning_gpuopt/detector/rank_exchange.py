@@ -1,14 +1,19 @@
-"""Sends each rank's mean step to rank 0 once a window."""
+"""What a rank did in a mean step, and how rank 0 gets to know it: once a window."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
+from typing_extensions import override
+
+from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.ranks import RankWork
+from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.utils.rank_channel import RankGather
 
 
-class RankExchange:
+class RankExchange(Probe):
     """Sends this rank's work to rank 0, which collects that of all ranks; without a collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -16,14 +21,14 @@ class RankExchange:
         self._works: dict[int, RankWork] = {}
 
     @property
-    def problem(self) -> str | None:
-        """Why nothing can be sent; None where it can."""
-        return self._gather.problem
+    @override
+    def notes(self) -> list[str]:
+        problem = self._gather.problem
+        return [f"Stragglers could not be looked for: {problem}."] if problem is not None else []
 
-    @property
-    def works(self) -> tuple[RankWork, ...]:
-        """The work of all ranks, as far as it is known here, in the order of the ranks."""
-        return tuple(self._works[rank] for rank in sorted(self._works))
+    @override
+    def known(self) -> dict[str, Any]:
+        return {"ranks": tuple(self._works[rank] for rank in sorted(self._works))}
 
     def post(self, step: int, work: RankWork | None) -> None:
         """Once a window on each rank: send this rank's work since warm-up (None: none yet), and take in what came."""
@@ -35,6 +40,7 @@ class RankExchange:
         self.close(3.0)
         self._take_in()
 
+    @override
     def close(self, patience_s: float = 1.0) -> None:
         """Send and receive no more."""
         self._gather.close(patience_s)
@@ -48,3 +54,43 @@ class RankExchange:
                     self._works[rank] = RankWork(**work)
                 else:
                     self._works.pop(rank, None)
+
+
+def work_of(rank: int, measurement: Measurement, *, forward: bool) -> RankWork | None:
+    """A mean step of this rank, for rank 0 to compare; ``forward``: its forward's GPU time is this rank's own."""
+    if not measurement.times.steps:
+        return None
+    times, workers, gpu = measurement.times, measurement.workers, measurement.gpu
+    loader_s = None
+    if workers.batches:
+        loader_s = workers.busy_s / workers.batches / max(measurement.loader.num_workers or 1, 1)
+    elif measurement.late_pipelines is not None:
+        done, threads = measurement.late_pipelines.times, measurement.late_pipelines.num_threads
+        loader_s = (done.read_wall_s + done.decode_cpu_s) / done.batches / max(threads, 1)
+    if gpu is None:
+        own_s = sum(times.phases[phase] for phase in ("transfer", "forward", "logging")) + times.step_hooks_s
+        sync_s = measurement.metrics.seconds  # in which ranks wait
+        return RankWork(
+            rank,
+            times.phases["data_wait"] / times.steps,
+            (own_s - sync_s) / times.steps,
+            loader_s,
+            communication_s=measurement.collectives_s,
+            metric_sync_s=sync_s / times.steps,
+            batch_bytes=workers.batch_bytes,
+        )
+    waterfall = measurement.waterfall
+    if not gpu.steps or not waterfall.steps:
+        return None
+    data_s = waterfall.wait("data_wait")
+    forward = forward and not (measurement.look is not None and measurement.look.forward_collectives)
+    other_s = waterfall.step_waits_s - waterfall.inside_s - data_s
+    return RankWork(
+        rank,
+        data_s / gpu.steps,
+        other_s / gpu.steps,
+        loader_s,
+        gpu.forward_s / gpu.steps if forward else None,
+        measurement.collectives_s,
+        batch_bytes=workers.batch_bytes,
+    )

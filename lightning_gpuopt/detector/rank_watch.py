@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from torch.nn.parameter import UninitializedParameter
+from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.ddp import reducer_of
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
+from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, ReducerTimes
 from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.probe import Probe
 
 SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")  # strategies whose forward gathers parameters
 
 
-class RankWatch:
+class RankWatch(Probe):
     """Watches the collectives of one rank; made in ``on_train_start``, when the strategy has wrapped the model.
 
-    Torch is asked once after each step. ``link`` links this machine's GPUs; empty where that is not known.
+    Torch is asked once after each step. ``device`` knows what links this machine's GPUs.
     """
 
     def __init__(
@@ -30,13 +32,13 @@ class RankWatch:
         pl_module: LightningModule,
         timeline: Timeline,
         reduce: TimedReduce | None,
-        link: Callable[[], str],
+        device: DeviceWatch | None,
     ) -> None:
         self._trainer = trainer
         self._reduce = reduce
-        self._link: Callable[[], str] = (lambda: "network") if trainer.num_nodes > 1 else link
+        self._device = device
         self._timeline = timeline
-        self.notes: list[str] = []
+        self._notes: list[str] = []
         strategy = trainer.strategy
         on_cpu = strategy.root_device.type == "cpu"
         self._reducer = reducer_of(strategy.model, timed=on_cpu)
@@ -46,32 +48,30 @@ class RankWatch:
         if is_sharded(strategy):
             self._of_parameters = replace(self._of_parameters, bytes=None)  # a rank sees its own part of them
         if on_cpu and self._reducer is None:
-            self.notes.append(f"Collectives of {kind} on the CPU were not timed: only those of DDP can be.")
+            self._notes.append(f"Collectives of {kind} on the CPU were not timed: only those of DDP can be.")
 
-    def read(self) -> tuple[ReducerTimes | None, GradientSync]:
-        """The reduction of gradients so far, and how it is done."""
-        if self._reducer is None:
-            return None, replace(self._of_parameters, link=self._link())
-        if self._timeline.steps != self._read_at:
-            self._read_at = self._timeline.steps
-            self._reducer.read()
-        known, here = self._reducer.facts, self._of_parameters
-        facts = replace(
-            known,
-            bytes=known.bytes if known.bytes is not None else here.bytes,
-            dtype=here.dtype,
-            accumulate_grad_batches=here.accumulate_grad_batches,
-            link=self._link(),
-        )
-        return self._reducer.times, facts
+    @override
+    def read(self) -> dict[str, Any]:
+        gradients, times, metrics = self._of_parameters, ReducerTimes(), MetricSync()
+        if self._reducer is not None:
+            if self._timeline.steps != self._read_at:
+                self._read_at = self._timeline.steps
+                self._reducer.read()
+            here, gradients, times = gradients, self._reducer.facts, self._reducer.times or times
+            gradients = replace(
+                gradients,
+                bytes=gradients.bytes if gradients.bytes is not None else here.bytes,
+                dtype=here.dtype,
+                accumulate_grad_batches=here.accumulate_grad_batches,
+            )
+        if self._reduce is not None:
+            metrics = self._reduce.times
+            names = lightning.metrics_reduced_in_steps(self._trainer) if metrics.calls else ()
+            metrics = replace(metrics, names=tuple(names))
+        link = "network" if self._trainer.num_nodes > 1 else self._device.link if self._device is not None else ""
+        return {"reducer": times, "gradients": replace(gradients, link=link), "metrics": metrics}
 
-    def metrics(self) -> tuple[MetricSync | None, tuple[str, ...]]:
-        """The reduction of metrics in steps so far, and their names."""
-        if self._reduce is None:
-            return None, ()
-        times = self._reduce.times
-        return times, tuple(lightning.metrics_reduced_in_steps(self._trainer)) if times.calls else ()
-
+    @override
     def close(self) -> None:
         """Set torch's default rate of timing the reducer; one that the user set before is not restored."""
         if self._reducer is not None:

@@ -45,7 +45,7 @@ _LARGE_BYTES: Final = 16 << 20  # bytes from which on a tensor or array in the h
 
 def report_of(
     times: PhaseTimes,
-    measured: Measurement | None,
+    measured: Measurement,
     findings: list[Finding],
     threshold: float,
     *,
@@ -55,34 +55,33 @@ def report_of(
     padded: Sequence[PaddedBatch] = (),
     **known: Any,
 ) -> StallReport:
-    """Put a report together: ``times`` are of the whole run, ``measured`` since the last change (None: no step yet).
+    """Put a report together: ``times`` are of the whole run, ``measured`` since the last change.
 
     ``known`` are fields of the report that are known already; ``run_settings`` are None on other devices than CUDA.
     """
-    steady = measured is not None and measured.waterfall.steps > 0
-    if measured is not None and steady:
+    waterfall, kernels = measured.waterfall, measured.kernels
+    steady = waterfall.steps > 0
+    if steady:
         findings = _of_whole_run(findings, times, measured, threshold, known.get("changes", ()))
-    waterfall = measured.waterfall if measured is not None else None
-    kernels = measured.kernels if measured is not None else None
-    read = measured is not None and measured.gpu is not None and measured.gpu.steps > 0
+    read = measured.gpu is not None and measured.gpu.steps > 0
     return StallReport(
-        verdict=verdict_of(findings, measured=steady, look_missed=measured is not None and measured.look_missed),
+        verdict=verdict_of(findings, measured=steady, look_missed=measured.look_missed),
         wall_s=times.wall_s,
         phases=times.phases,
         findings=findings,
-        hot_spots=[spots for each in findings if (spots := hot_spots_of(each, measured.sampled))] if measured else [],
+        hot_spots=[spots for each in findings if (spots := hot_spots_of(each, measured.sampled))],
         steps=times.steps,
-        step_s=waterfall.step_s if waterfall is not None else None,
-        measured_steps=waterfall.steps if waterfall is not None and waterfall.step_s is not None else None,
-        gpu_idle_s=waterfall.idle_s + waterfall.diagnosis_s if waterfall is not None and read else None,
+        step_s=waterfall.step_s,
+        measured_steps=waterfall.steps if waterfall.step_s is not None else None,
+        gpu_idle_s=waterfall.idle_s + waterfall.diagnosis_s if read else None,
         hints=[*_hints(run_settings, measured, findings), *padding_hints(padded)],
         kernels=list(kernels.dearest) if kernels is not None else [],
         kernel_kinds=dict(kernels.kinds) if kernels is not None else {},
         kernel_summary=kernels.summary if kernels is not None else {},
-        idle_shares=idle_shares(measured) if measured is not None else {},
-        lightning_work=lightning_work(measured.times, own_callbacks) if measured is not None else {},
-        headroom=headroom(measured) if measured is not None else None,
-        loader_costs=loader_costs(measured) if measured is not None else None,
+        idle_shares=idle_shares(measured),
+        lightning_work=lightning_work(measured.times, own_callbacks),
+        headroom=headroom(measured),
+        loader_costs=loader_costs(measured),
         timeline=[
             Stretch(each.start_s, each.times.wall_s, each.times.steps, each.times.phases, each.gpu_utilization)
             for each in stretches
@@ -91,9 +90,7 @@ def report_of(
     )
 
 
-def _hints(settings: RunSettingsWatch | None, measured: Measurement | None, findings: list[Finding]) -> list[Hint]:
-    if measured is None:
-        return []
+def _hints(settings: RunSettingsWatch | None, measured: Measurement, findings: list[Finding]) -> list[Hint]:
     waterfall = measured.waterfall
     known = settings.hints(measured, findings) if settings is not None else []
     return kernel_hints(measured.kernels, 1 - waterfall.share(waterfall.idle_s), known)
@@ -112,7 +109,7 @@ def _of_whole_run(
 
 def notes_of(
     times: PhaseTimes,
-    measured: Measurement | None,
+    measured: Measurement,
     threshold: float,
     known: list[str],
     changed_after: int | None,
@@ -123,7 +120,7 @@ def notes_of(
     Where nothing was measured, the first says why. The loader was changed after ``changed_after`` steps (None: it was
     not); a verdict needs ``least_steps`` since then, warm-up included.
     """
-    if measured is None or not measured.times.steps:
+    if not measured.times.steps:
         steps = times.steps - (changed_after or 0)
         count = "1 step has run" if steps == 1 else f"{steps} steps have run"
         since = "" if changed_after is None else " since the loader was changed"

@@ -7,21 +7,22 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import LightningModule, Trainer
-from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator, work_of
+from lightning_gpuopt.detector.accumulator import SteadyStateAccumulator
+from lightning_gpuopt.detector.copies_ahead import CopiesProbe
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.image_samples import ImageLook
-from lightning_gpuopt.detector.instrumentation import CopiesAhead, Instrumentation, forward_is_a_ranks_own
+from lightning_gpuopt.detector.instrumentation import Instrumentation, forward_is_a_ranks_own
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.memory_risks import MemoryRisks
 from lightning_gpuopt.detector.options import DetectorOptions, WindowListener
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
 from lightning_gpuopt.detector.progress import ProgressWatch, write_hang
-from lightning_gpuopt.detector.rank_exchange import RankExchange
+from lightning_gpuopt.detector.rank_exchange import RankExchange, work_of
 from lightning_gpuopt.detector.rank_watch import RankWatch
 from lightning_gpuopt.detector.report_builder import (
     data_in_hyperparameters,
@@ -33,6 +34,7 @@ from lightning_gpuopt.detector.report_builder import (
 from lightning_gpuopt.detector.risk_watch import RiskWatch
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.detector.stack_sampling import StackSampling
+from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import proofs_of
 from lightning_gpuopt.diagnosis.diagnose import count_stalls, diagnose
@@ -41,18 +43,18 @@ from lightning_gpuopt.diagnosis.record import Finding, Proof, Risk
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
 from lightning_gpuopt.measurements.code_location import Sampled
-from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import PhaseTimes
-from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
 from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.pauses import PauseWatch
+from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
 
 log = logging.getLogger(__name__)
 
+P = TypeVar("P", bound=Probe)
 
 # seconds of run between two diagnoses for each that one takes: 0.5 % of the time, however short windows are
 _WAIT_PER_DIAGNOSIS: Final = 200
@@ -95,15 +97,20 @@ class DetectorSession:
         self._logged = False
         self.started = False
         self.measures_windows = self.sees_batches = True
-        self.loader = LoaderWatch(trainer)
-        self._instruments.undo.callback(self.loader.undo)
+        self._probes: list[Probe] = []
+        self.loader = self._with(LoaderWatch(trainer))
         self._device: DeviceWatch | None = None
-        self._looks = Looks()
         self._run_settings: RunSettingsWatch | None = None
-        self._rank_watch: RankWatch | None = None
         self._own_forward = False
         self._padding = PaddingWatch(lambda: bool(trainer.training))
-        self._images = ImageLook(lambda: lightning.train_loaders(trainer))
+        self._images = self._with(ImageLook(lambda: lightning.train_loaders(trainer)))
+        self._with(CopiesProbe(trainer))
+
+    def _with(self, probe: P) -> P:
+        """Have a probe read and its notes reported after those before it, and have it closed when the fit ends."""
+        self._probes.append(probe)
+        self._instruments.undo.callback(probe.close)
+        return probe
 
     def start(self, risk_found: Callable[[Risk], None] = lambda risk: None) -> None:
         """Begin to measure, in ``on_train_start``; ``risk_found`` is called once for each kind, on any thread."""
@@ -115,39 +122,34 @@ class DetectorSession:
         self._environment = environment_of(trainer, self._pl_module)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         self._own_callbacks = frozenset(type(each).__name__ for each in callbacks if lightning.is_its_own(each))
-        self._hyperparameters = data_in_hyperparameters(self._pl_module, getattr(trainer, "datamodule", None))
+        hyperparameters = data_in_hyperparameters(self._pl_module, getattr(trainer, "datamodule", None))
+        self._known = {"hyperparameters": hyperparameters, "async_saves_copy": lightning.async_saves_copy()}
         on_cuda = trainer.strategy.root_device.type == "cuda"
         self.timeline = placed.timeline(nvtx=self._options.nvtx, detailed=on_cuda)
         self.steps = StepClock(self.timeline, self._options.warmup_steps)
-        for event, function in (
-            ("epoch_begins", self._epoch_begins),
-            ("fetch_begins", self.loader.queues.before_fetch),
-            ("fetch_ends", self.loader.queues.after_fetch),
-        ):
-            placed.observers.connect(event, function, placed.observers.stopped(event))
+        placed.observers.connect("epoch_begins", self._epoch_begins)
+        placed.observers.connect("fetch_begins", self.loader.queues.before_fetch)
+        placed.observers.connect("fetch_ends", self.loader.queues.after_fetch)
+        if trainer.world_size > 1:
+            self._exchange = self._with(RankExchange(trainer.global_rank, trainer.world_size))
         if on_cuda:
             self._watch_gpu()
-        self._looks.begin(
-            trainer,
-            self._pl_module,
-            threshold=self._options.threshold,
-            profile=self._options.profile,
-            device=self._device,
+        self._looks = self._with(
+            Looks(
+                trainer,
+                self._pl_module,
+                threshold=self._options.threshold,
+                profile=self._options.profile,
+                device=self._device,
+                stacks=StackSampling(self.timeline, self.loader) if trainer.is_global_zero else None,  # who reports
+            )
         )
-        placed.undo.callback(self._looks.close)
-        if trainer.world_size > 1:
-            self._exchange = RankExchange(trainer.global_rank, trainer.world_size)
-            placed.undo.callback(self._exchange.close)
-        if trainer.is_global_zero:  # who reports
-            self._looks.stacks = StackSampling(self.timeline, self.loader)
         placed.place(self.timeline)
         self._padding.end = placed.look_at_batches(self._padding.around)
-        if trainer.world_size > 1:
-            self._rank_watch = RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._link)
-            placed.undo.callback(self._rank_watch.close)
-        self._pauses = PauseWatch(self.timeline)
-        placed.undo.callback(self._pauses.stop)
+        self._pauses = self._with(PauseWatch(self.timeline))
         self._pauses.start()
+        if trainer.world_size > 1:
+            self._with(RankWatch(trainer, self._pl_module, self.timeline, placed.reduce, self._device))
         self.loader.start()
         self.started = True
         if self._warmed_up:
@@ -167,26 +169,9 @@ class DetectorSession:
 
     def _new_accumulator(self) -> SteadyStateAccumulator:
         """Begin a new accumulation, after the warm-up or a change of the loader."""
-        return SteadyStateAccumulator(
-            self.loader,
-            self._device,
-            self._looks,
-            self.timeline.steps,
-            self._copies_ahead,
-            lambda: self._images.samples,
-            self._pauses,
-            owners_of(self._trainer, self._pl_module),
-            self._rank_watch,
-        )
-
-    def _link(self) -> str:
-        return self._device.link if self._device is not None else ""
-
-    def _copies_ahead(self) -> AheadCopies | None:
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
-        # isinstance() of a protocol takes ten times as long
-        prefetchers: list[CopiesAhead] = [each for each in callbacks if hasattr(each, "copies_ahead")]
-        return prefetchers[0].copies_ahead() if prefetchers else None
+        history = WindowHistory(self._device.device if self._device is not None else None, self.loader.process)
+        owners = owners_of(self._trainer, self._pl_module)
+        return SteadyStateAccumulator(self._probes, history, self.timeline.steps, owners, self._known)
 
     def see_batch(self, batch: Any) -> None:
         """Look at the first batch's images, and whether they come from files, and at the shapes of a few batches."""
@@ -204,11 +189,9 @@ class DetectorSession:
         self._run_settings = RunSettingsWatch(self._trainer, self._pl_module)
         several = self._trainer.world_size > 1
         self._own_forward = several and forward_is_a_ranks_own(self._trainer, self._pl_module)
-        device = DeviceWatch(
-            self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several
+        device = self._device = self._with(
+            DeviceWatch(self._trainer.strategy.root_device, self.timeline, forward=self._own_forward, links=several)
         )
-        self._device = device
-        self._instruments.undo.callback(device.close)
 
         def refused(error: Exception) -> None:
             self._instruments.observers.disconnect(GPU_EVENTS)
@@ -241,7 +224,7 @@ class DetectorSession:
         """Freeze the figures, and collect those of the other ranks."""
         self.timeline.stop()
         if self._device is not None:
-            self._device.catch_up(self._accumulator.step_done if self._accumulator is not None else lambda: None)
+            self._device.catch_up()
         self._looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
@@ -269,13 +252,11 @@ class DetectorSession:
         if timeline.epochs != self._epoch_seen or self.loader.resized():
             self._epoch_seen = timeline.epochs
             self._loaders_may_have_changed()
-        part = self._accumulator
+        gpu = None
         if self._device is not None:
-            self._device.read()
-            if part is not None:
-                part.step_done()
-        steps = timeline.steps - self._options.warmup_steps
-        self._looks.step_done(steps, part.gpu if part is not None else None, self._findings_now)
+            self._device.read_events()
+            gpu = self._device.gpu if self._accumulator is not None else None
+        self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
         return self._windows.due(timeline.steps)
 
     @property
@@ -284,8 +265,7 @@ class DetectorSession:
         return self._looks.sampled
 
     def _findings_now(self) -> list[Finding] | None:
-        measured = self._measured()
-        return self._diagnose(measured) if measured is not None else None
+        return self._diagnose(self._measured()) if self._accumulator is not None else None
 
     def _kind_of_step(self) -> bool:
         """Whether gradients were only accumulated: such a step is shorter than one with the optimizer in it."""
@@ -323,7 +303,7 @@ class DetectorSession:
         self._prove()
         times = self.timeline.times()
         part, measured = self._accumulator, self._measured(times)
-        if part is not None and part.findings and measured is not None and measured.waterfall.step_s:
+        if part is not None and part.findings and measured.waterfall.step_s:
             self._pending = (part.findings, measured.waterfall)
         self._accumulator = None
         self._changed_after = times.steps
@@ -333,7 +313,7 @@ class DetectorSession:
         if self._heard:  # whoever changes something proves it
             return
         measured = self._measured()
-        if self._pending is not None and measured is not None and measured.times.steps:
+        if self._pending is not None and measured.times.steps:
             (findings, before), after = self._pending, measured.waterfall
             steps = before.steps, after.steps
             self._proofs += proofs_of(findings, before.step_s, asdict(self.loader.facts), after.step_s, steps)
@@ -351,7 +331,7 @@ class DetectorSession:
         steady = self._windows.steady(times)
         if window is None or steady is None:
             if self._warmed_up:
-                self._post(None)  # for each window of the other ranks one of ours
+                self._post(Measurement())  # for each window of the other ranks one of ours
             if steady is not None:
                 self._warmed_up = True
                 self._accumulator = self._new_accumulator()
@@ -362,11 +342,9 @@ class DetectorSession:
             self._windows.annotate(self._device.close_window())
         if self._exchange is not None:
             self._post(part.measure(steady))
-        ranks = self._ranks
-        on_gpu = self._looks.kernels is not None
-        in_window = part.window(window.times, ranks) if self.measures_windows or on_gpu else None
-        if in_window is not None and on_gpu:
-            self._looks.window_done(part.gpu(), in_window.waterfall.step_s)
+        in_window = part.window(window.times) if self.measures_windows or self._device is not None else None
+        if in_window is not None and self._device is not None:
+            self._looks.window_done(self._device.gpu(), in_window.waterfall.step_s)
         if steady.wall_s >= part.diagnose_after_s:
             began_s = time.perf_counter()
             if in_window is None:
@@ -378,31 +356,26 @@ class DetectorSession:
 
     def _find(self, part: SteadyStateAccumulator, steady: PhaseTimes) -> None:
         """Diagnose the run since its last change."""
-        part.findings = self._diagnose(self._with_stacks(part.until_window(steady, self._ranks)))
+        part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
-            part.findings = self._diagnose(self._with_stacks(part.until_window(steady, self._ranks)))
+            part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
         self._looks.found(part.findings)
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
-        return replace(
-            measured,
-            sampled=self._looks.sampled,
-            hyperparameters=self._hyperparameters,
-            async_saves_copy=lightning.async_saves_copy(),
-        )
+        return replace(measured, sampled=self._looks.sampled)
 
-    def _measured(self, times: PhaseTimes | None = None) -> Measurement | None:
-        """What was measured since the last change; None while warm-up goes on."""
+    def _measured(self, times: PhaseTimes | None = None) -> Measurement:
+        """What was measured since the last change; nothing while warm-up goes on."""
         steady = self._windows.steady(times or self.timeline.times())
         if steady is None or self._accumulator is None:
-            return None
-        return self._with_stacks(self._accumulator.measure(steady, self._ranks))
+            return Measurement()
+        return self._with_stacks(self._accumulator.measure(steady))
 
     def _diagnose(self, measured: Measurement) -> list[Finding]:
         findings = diagnose(measured, self._options.threshold)
         source = measured.source
-        if source is None or source.changes or not any("num_workers" in each.settings for each in findings):
+        if source.changes or not any("num_workers" in each.settings for each in findings):
             return findings
         source = self.loader.with_changes(source)  # not earlier: it looks at the dataset
         if source.unshared is None:
@@ -413,21 +386,15 @@ class DetectorSession:
         """The report of the run until now; ``measure_images`` takes half a second at most, once training has ended."""
         times = self.timeline.times()
         measured = self._measured(times)
-        findings = self._diagnose(measured) if measured is not None else []
-        if measured is not None and measure_images and any(cause_of(each.cause).storage for each in findings):
+        findings = self._diagnose(measured)
+        if measure_images and any(cause_of(each.cause).storage for each in findings):
             self._images.measure()
             measured = replace(measured, images=self._images.samples)
             findings = self._diagnose(measured)
         heard = [note for each in self._heard for note in each.notes]
-        notes = (
-            self._notes + heard + self._instruments.notes + self._instruments.observers.problems + self.loader.notes()
-        )
-        if self._exchange is not None and self._exchange.problem is not None:
-            notes.append(f"Stragglers could not be looked for: {self._exchange.problem}.")
-        for each in (self._device, self._pauses, self._rank_watch):
-            if each is not None:
-                notes += each.notes
-        notes += self._looks.notes(findings if measured is not None else None)
+        notes = self._notes + heard + self._instruments.notes + self._instruments.observers.problems
+        notes += [note for each in self._probes for note in each.notes]
+        notes += self._looks.notes_on(findings if self._accumulator is not None else None)
         return report_of(
             times,
             measured,
@@ -448,15 +415,11 @@ class DetectorSession:
             risks=self.risks.risks,
         )
 
-    def _post(self, measurement: Measurement | None) -> None:
+    def _post(self, measurement: Measurement) -> None:
         """Send this rank's work since warm-up on its way to rank 0."""
         if self._exchange is not None:
             work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
             self._exchange.post(self.timeline.steps, work)
-
-    @property
-    def _ranks(self) -> tuple[RankWork, ...]:
-        return self._exchange.works if self._exchange is not None else ()
 
     def log_window(self, trainer: Trainer, measured: Measurement) -> None:
         """Send a window's figures to every logger."""
@@ -475,7 +438,7 @@ class DetectorSession:
     def log_rest(self, trainer: Trainer) -> None:
         """Log a run that was shorter than a window as one."""
         measured = self._measured()
-        if not self._logged and measured is not None and measured.times.steps:
+        if not self._logged and measured.times.steps:
             self.log_window(trainer, measured)
 
     def write_hang(self, folder: Path, quiet_s: float) -> Path:

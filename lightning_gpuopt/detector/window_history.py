@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -12,6 +13,7 @@ from lightning_gpuopt.diagnosis.waterfall import in_steps
 from lightning_gpuopt.measurements.gpu import DeviceState
 from lightning_gpuopt.measurements.phases import GPU_WORK, SIGNAL_BROADCAST, WindowRecord
 from lightning_gpuopt.telemetry.process import ProcessReading
+from lightning_gpuopt.timeline.windows import BoundedSeries
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +28,23 @@ _GPU_MEMORY: Final = (
 
 
 class WindowHistory:
-    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs."""
+    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs.
 
-    def __init__(self, device: torch.device | None) -> None:
+    ``device`` is a CUDA device, or None; ``process`` is read with each record.
+    """
+
+    def __init__(self, device: torch.device | None, process: Callable[[], ProcessReading]) -> None:
         self._device = device
-        self._records: list[WindowRecord] = []
-        self._per_record = 1
-        self._in_last = 0
+        self._process = process
+        self._records = BoundedSeries(_MAX_RECORDS, WindowRecord.joined)
         self._clock: tuple[float, float] = (0.0, 0.0)
 
     @property
     def records(self) -> tuple[WindowRecord, ...]:
         """The records so far, oldest first."""
-        return tuple(self._records)
+        return tuple(self._records.items)
 
-    def add(self, window: Measurement, end_step: int, process: ProcessReading) -> None:
+    def add(self, window: Measurement, end_step: int) -> None:
         """Add a window that ends after ``end_step`` steps of the run."""
         waterfall = window.waterfall
         if waterfall.step_s is None or not waterfall.steps:
@@ -58,21 +62,10 @@ class WindowHistory:
                 parts[name] = phases[name] - stopped[0].get(name, 0.0) - stopped[1].get(name, 0.0)
             if not parts.get(SIGNAL_BROADCAST):
                 parts.pop(SIGNAL_BROADCAST, None)
-        self._keep(WindowRecord(waterfall.steps, end_step, seconds, parts, self._held(window.device, process), host))
+        self._records.add(WindowRecord(waterfall.steps, end_step, seconds, parts, self._held(window.device), host))
 
-    def _keep(self, record: WindowRecord) -> None:
-        if self._records and self._in_last < self._per_record:
-            self._records[-1] = self._records[-1].joined(record)
-            self._in_last += 1
-            return
-        self._records.append(record)
-        self._in_last = 1
-        if len(self._records) > _MAX_RECORDS:
-            pairs = [self._records[i : i + 2] for i in range(0, len(self._records), 2)]
-            self._records = [pair[0].joined(pair[1]) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._per_record *= 2
-
-    def _held(self, device: DeviceState | None, process: ProcessReading) -> dict[str, float]:
+    def _held(self, device: DeviceState | None) -> dict[str, float]:
+        process = self._process()
         read = (("rss_mib", process.rss_mib), ("open_files", process.open_files), ("threads", process.threads))
         held: dict[str, float] = {name: value for name, value in read if value is not None}
         if self._device is not None:

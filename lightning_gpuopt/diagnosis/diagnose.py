@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
 from lightning_gpuopt.diagnosis.causes.loader import data_findings
-from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
+from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_findings
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
 from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, NOT_MEASURED, UNKNOWN
 from lightning_gpuopt.diagnosis.confidence import confidence_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.diagnosis.witnesses import witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK
@@ -35,9 +35,9 @@ class StallError(RuntimeError):
 
 def diagnose(measurement: Measurement, threshold: float) -> list[Finding]:
     """Every cause that takes at least ``threshold`` (0-1) of the wall time without warm-up, largest share first."""
-    findings = [build() for share, build in _causes(measurement, threshold) if share >= threshold]
     findings = [
-        replace(each, confidence=confidence_of(each.cause, each.share, measurement, threshold)) for each in findings
+        replace(each, confidence=confidence_of(each.cause, each.share, measurement, threshold))
+        for each in _causes(measurement, threshold)
     ]
     findings = with_places(findings, measurement.sampled)
     return _each_gain_once(sorted(findings, key=lambda finding: finding.share, reverse=True))
@@ -56,8 +56,8 @@ def _each_gain_once(findings: list[Finding]) -> list[Finding]:
 
 
 def count_stalls(measurement: Measurement, threshold: float) -> int:
-    """How many findings :func:`diagnose` would have, without making them."""
-    return sum(share >= threshold for share, _ in _causes(measurement, threshold))
+    """How many findings :func:`diagnose` would have, without their places and their confidence."""
+    return sum(1 for _ in _causes(measurement, threshold))
 
 
 def verdict_of(findings: list[Finding], *, measured: bool = True, look_missed: bool = False) -> str:
@@ -95,37 +95,32 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
     return [*notes, *(note for note in known if note is not None), *pauses.pause_notes(measurement, threshold)]
 
 
-def _causes(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
-    waterfall = measurement.waterfall
-    if waterfall.wall_s <= 0 or not measurement.times.steps:
+def _causes(measurement: Measurement, threshold: float) -> Iterator[Finding]:
+    if measurement.waterfall.wall_s <= 0 or not measurement.times.steps:
         return
-    throttled = list(step.gpu_throttled(measurement))
+    throttled = list(step.gpu_throttled(measurement, threshold))
     yield from throttled
-    hot = any(share >= threshold for share, _ in throttled)
-    for share, build in slowdown(measurement):
-        growth = measurement.growth
-        if growth is None or (hot and growth.part == GPU_WORK):  # the steps are slower for the clocks
-            continue
-        yield share, build
-        if share >= threshold:
+    growth = measurement.growth
+    if growth is not None and not (throttled and growth.part == GPU_WORK):  # else they are slower for the clocks
+        for finding in slowdown(measurement, growth, threshold):
+            yield finding
             measurement = replace(measurement, growth_s=growth.waits_s)
-            waterfall = measurement.waterfall
     if measurement.late_pipelines is None:
         yield from data_findings(measurement, threshold)
     else:
-        yield waterfall.share(waterfall.wait("data_wait")), lambda: pipeline_finding(measurement)
-    yield from step.callbacks(measurement)
-    yield from step.logging(measurement)
-    restarts = list(epoch.validation_restart(measurement))
+        yield from pipeline_findings(measurement, threshold)
+    yield from step.callbacks(measurement, threshold)
+    yield from step.logging(measurement, threshold)
+    restarts = list(epoch.validation_restart(measurement, threshold))
     yield from restarts
-    yield from step.between_steps(measurement, sum(share for share, _ in restarts if share >= threshold))
-    yield from epoch.restart(measurement)
-    yield from step.host_to_device(measurement)
-    yield from step.inside_the_step(measurement)
-    yield from pauses.garbage_collection(measurement)
-    yield from pauses.recompilation(measurement)
-    yield from ranks.communication(measurement)
-    stragglers = list(ranks.straggler(measurement))
+    yield from step.between_steps(measurement, threshold, sum(each.share for each in restarts))
+    yield from epoch.restart(measurement, threshold)
+    yield from step.host_to_device(measurement, threshold)
+    yield from step.inside_the_step(measurement, threshold)
+    yield from pauses.garbage_collection(measurement, threshold)
+    yield from pauses.recompilation(measurement, threshold)
+    yield from ranks.communication(measurement, threshold)
+    stragglers = list(ranks.straggler(measurement, threshold))
     yield from stragglers
-    if not any(share >= threshold for share, _ in stragglers):  # else this is the wait for that rank
-        yield from step.signal_broadcast(measurement)
+    if not stragglers:  # else this is the wait for that rank
+        yield from step.signal_broadcast(measurement, threshold)

@@ -106,7 +106,8 @@ def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
     part = max(spans, key=lambda name: spans[name][1] - spans[name][0])
     if part == GPU_WORK:
         spans |= (host := _spans([record.host for record in records], [record.steps for record in records]))
-        part = max((GPU_WORK, *host), key=lambda name: _grown(spans[name]) * (_MOSTLY if name == GPU_WORK else 1.0))
+        weight = {GPU_WORK: _MOSTLY}
+        part = max((GPU_WORK, *host), key=lambda name: (spans[name][1] - spans[name][0]) * weight.get(name, 1.0))
     since_step = records[since].end_step - records[since].steps
     return Growth(from_s, to_s, since_step, lost_s, part, *spans[part], records[0], records[-1], parts)
 
@@ -119,10 +120,6 @@ def _spans(parts: Sequence[Mapping[str, float]], steps: Sequence[int]) -> dict[s
         per_step = [each.get(name, 0.0) / count for each, count in zip(parts, steps, strict=True)]
         spans[name] = statistics.median(per_step[:third]), statistics.median(per_step[-third:])
     return spans
-
-
-def _grown(span: tuple[float, float]) -> float:
-    return span[1] - span[0]
 
 
 def _goes_on(values: Sequence[float]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
 from lightning_gpuopt.diagnosis.record import Hint
@@ -22,9 +23,14 @@ def kernel_hints(kernels: StepKernels | None, work_share: float, known: Sequence
     """
     if kernels is None:
         return list(known)
-    plain = _plain_products(kernels, work_share)
+    text, evidence = _plain_products(kernels, work_share)
     names = {each.name for each in known}
-    told = [_with(each, plain) if each.name in ("float32_matmul_precision", "precision") else each for each in known]
+    told = [
+        replace(each, text=each.text + text, evidence=each.evidence | evidence)
+        if each.name in ("float32_matmul_precision", "precision")
+        else each
+        for each in known
+    ]
     return [*told, *(each for each in _hints(kernels, work_share) if each.name not in names)]
 
 
@@ -36,10 +42,6 @@ def _plain_products(kernels: StepKernels, work_share: float) -> tuple[str, dict[
     most = _gain_of(share * (1 - 1 / _TENSOR_CORES_FASTER), work_share)
     text = f" Matrix products without tensor cores take {share:.0%} of the GPU's work: {most:.2f}x at most."
     return text, {"matmul_percent": round(share * 100, 1), "gain_at_most": round(most, 2)}
-
-
-def _with(hint: Hint, more: tuple[str, dict[str, float]]) -> Hint:
-    return Hint(hint.name, hint.text + more[0], hint.setting, hint.evidence | more[1])
 
 
 def _hints(kernels: StepKernels, work_share: float) -> Iterator[Hint]:

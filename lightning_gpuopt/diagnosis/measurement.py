@@ -30,27 +30,27 @@ _MOSTLY: Final = 0.5
 
 @dataclass(frozen=True)
 class Measurement:
-    """One stretch of a run; None where something was not measured or does not apply."""
+    """One stretch of a run; what was not measured, or does not apply, is None, or a counter at its beginning."""
 
-    times: PhaseTimes
-    loader: LoaderFacts  # settings of the training loaders
-    source: LoaderDescription | None = None  # the training loader that the loop waits for
+    times: PhaseTimes = field(default_factory=PhaseTimes)
+    loader: LoaderFacts = field(default_factory=LoaderFacts)  # settings of the training loaders
+    source: LoaderDescription = field(default_factory=lambda: LoaderDescription("torch"))  # that the loop waits for
     validation: LoaderReading | None = None  # where its workers are started for each validation
     host: HostActivity | None = None
     gpu: GpuTimes | None = None
-    workers: WorkerTimes | None = None  # timed inside the workers, or the training process where it loads
-    queues: QueueTimes | None = None
+    # timed inside the workers, or the training process where it loads
+    workers: WorkerTimes = field(default_factory=WorkerTimes)
+    queues: QueueTimes = field(default_factory=QueueTimes)
     device: DeviceState | None = None  # what NVML reported
     syncs: SyncSighting | None = None
     look: StepLook | None = None  # a close look at the step's kernels
     look_pending: bool = False  # until a look has come nothing is said of the inside of the step
     look_missed: bool = False  # a look was needed, and not allowed
     ranks: tuple[RankWork, ...] = ()  # the work of all ranks; empty on one
-    reducer: ReducerTimes | None = None  # what DDP's reducer did on the CPU
+    reducer: ReducerTimes = field(default_factory=ReducerTimes)  # what DDP's reducer did on the CPU
     gradients: GradientSync | None = None
-    metrics: MetricSync | None = None  # reduced over the ranks in steps
-    metric_names: tuple[str, ...] = ()
-    ahead: AheadCopies | None = None  # copies that CudaPrefetcher made ahead
+    metrics: MetricSync = field(default_factory=MetricSync)  # reduced over the ranks in steps
+    ahead: AheadCopies = field(default_factory=AheadCopies)  # that CudaPrefetcher made
     images: ImageSamples | None = None  # the image files behind the training loader
     pipelines: Pipelines | None = None  # the loaders that decode in pipelines of their own
     # whether checkpoints can be saved in the background as they are: Lightning 2.5.4 and later
@@ -58,7 +58,7 @@ class Measurement:
     hyperparameters: tuple[str, ...] = ()  # data that ``save_hyperparameters`` took in: "dataset (Photos)"
     sampled: tuple[Sampled, ...] = ()  # what sampling threads saw of the workers and the training thread
     collections: Collections | None = None
-    compilations: Compilations | None = None
+    compilations: Compilations = field(default_factory=Compilations)
     history: tuple[WindowRecord, ...] = ()  # window by window
     grows: str = ""  # what was found to grow in the program, for people
     # seconds of waits due to a slowdown, by name, and no part of other causes; "gpu_work": idle time inside the steps
@@ -67,7 +67,7 @@ class Measurement:
     @cached_property
     def waterfall(self) -> Waterfall:
         """What the device waited for: the GPU where its clock was read, else the training process."""
-        beside = bool(self.loader.num_workers) or (self.source is not None and self.source.work != "training process")
+        beside = bool(self.loader.num_workers) or self.source.work != "training process"
         waterfall = waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs, loads_beside=beside)
         if not self.growth_s:
             return waterfall
@@ -95,7 +95,7 @@ class Measurement:
         """
         if self.waterfall.on_gpu and self.look is not None:
             return None if self.look_pending else self.look.communication_s
-        exposed_s = self.reducer.all_exposed_s if self.reducer is not None else None
+        exposed_s = self.reducer.all_exposed_s
         return None if exposed_s is None or not self.times.steps else exposed_s / self.times.steps
 
     @property
@@ -117,7 +117,7 @@ class Measurement:
 
         The rank that waits least counts, since the others wait for a slower one; 0 until their figures are there.
         """
-        if self.metrics is None or self.waterfall.on_gpu:
+        if self.waterfall.on_gpu:
             return 0.0
         ranks_s = [rank.metric_sync_s for rank in self.ranks if rank.metric_sync_s is not None]
         if len(ranks_s) < 2 or len(ranks_s) < len(self.ranks):
@@ -130,8 +130,7 @@ class Measurement:
         found = self.pipelines
         if found is None or not found.times.batches:
             return None
-        if self.source is not None and self.source.key:  # of several loaders
+        if self.source.key:  # of several loaders
             return found if self.source.kind == "pipeline" else None
         waits_s = self.times.phases["data_wait"] + self.times.first_fetch_s
-        beside_others = self.workers is not None and self.workers.batches > 0
-        return None if beside_others and found.wait_s < _MOSTLY * waits_s else found
+        return None if self.workers.batches and found.wait_s < _MOSTLY * waits_s else found

@@ -25,10 +25,8 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
     The consumer is the diagnosed device, with its step time without data waits. On CUDA the host receives batches while
     the GPU computes, at no cost, unless it waits for the GPU in every step.
     """
-    costs, workers = _costs(measurement), measurement.workers
-    if costs is None or workers is None:
-        return None
-    return replace(model_from(costs), unevenness=workers.unevenness or 0.0)
+    costs = _costs(measurement)
+    return None if costs is None else replace(model_from(costs), unevenness=measurement.workers.unevenness or 0.0)
 
 
 def loader_costs(measurement: Measurement) -> LoaderCosts | None:
@@ -38,7 +36,7 @@ def loader_costs(measurement: Measurement) -> LoaderCosts | None:
 
 def _costs(measurement: Measurement) -> LoaderCosts | None:
     times, workers, host, waterfall = measurement.times, measurement.workers, measurement.host, measurement.waterfall
-    if workers is None or not workers.batches or not times.steps or waterfall.step_s is None:
+    if not workers.batches or not times.steps or waterfall.step_s is None:
         return None
     loader, batches = measurement.loader, workers.batches
     cpu_s = min(workers.cpu_s, workers.busy_s) / batches
@@ -130,7 +128,7 @@ def _cpus(host: HostActivity, worker_cpus: float) -> Interval:
 
 def _spread(measurement: Measurement) -> float:
     workers = measurement.workers
-    if workers is None or workers.unevenness is None:
+    if workers.unevenness is None:
         return MIN_SPREAD
     # twice the standard error of the mean service time
     return min(max(2 * math.sqrt(workers.unevenness / workers.batches), MIN_SPREAD), 0.5)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal
 
 from lightning_gpuopt.measurements.code_location import CodeLocation
 from lightning_gpuopt.measurements.kernels import KernelShare
@@ -40,10 +39,6 @@ class Finding:
     settings: dict[str, Any] = field(default_factory=dict)
     predicted_speedup: tuple[float, float, float] | None = None
     confidence: Literal["high", "medium", "low"] | None = None
-
-
-# share of wall time, and how the finding is made if that is enough
-Candidate: TypeAlias = tuple[float, Callable[[], Finding]]
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, HotSpots, Proof, Risk, RunRecord, Stretch
+from lightning_gpuopt.diagnosis.record import Finding, HotSpots, Proof, Risk, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
-from lightning_gpuopt.measurements.code_location import CodeLocation
 from lightning_gpuopt.measurements.kernels import KernelShare
-from lightning_gpuopt.measurements.loader_costs import LoaderCosts
-from lightning_gpuopt.measurements.loading import LoaderFacts
-from lightning_gpuopt.measurements.phases import Outlier, StepTimes
 from lightning_gpuopt.utils.whole_file import write_whole
 
 __all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "Risk", "StallReport", "Stretch"]
@@ -105,31 +104,17 @@ class StallReport(RunRecord):
             raise ValueError(f"expected a stall report of schema version {SCHEMA_VERSION}, got {found!r}")
         try:
             check_types(data)
-            return cls(
-                **_only(cls, data)
-                | {
-                    "findings": [
-                        Finding(**_only(Finding, _tupled(each, "predicted_speedup"))) for each in data["findings"]
-                    ],
-                    "proofs": [
-                        Proof(**_only(Proof, _tupled(_tupled({"predicted": None} | each, "predicted"), "steps")))
-                        for each in data["proofs"]
-                    ],
-                    "changes": [_change(each) for each in data.get("changes", [])],
-                    "hints": [Hint(**_only(Hint, each)) for each in data.get("hints", [])],
-                    "hot_spots": [_hot_spots(each) for each in data.get("hot_spots", [])],
-                    "timeline": [Stretch(**_only(Stretch, each)) for each in data["timeline"]],
-                    "loader": LoaderFacts(**_only(LoaderFacts, data["loader"])),
-                    "step_times": _step_times(data["step_times"]),
-                    "loader_costs": _loader_costs(data.get("loader_costs")),
-                    "risks": [Risk(**_only(Risk, each)) for each in data.get("risks", [])],
-                    "kernels": [KernelShare(**_only(KernelShare, each)) for each in data.get("kernels", [])],
-                }
-            )
+            for name in ("findings", "proofs", "timeline", "loader", "step_times"):
+                data[name]  # in reports of every version
+            report: StallReport = _read_back(cls, data)
+            costs = report.loader_costs
+            if costs is not None and len(costs.edges_s) != len(costs.counts) + bool(costs.counts):
+                raise ValueError("edges_s should have one item more than counts")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"expected a whole stall report, got one with a part missing or strange: {error}"
             ) from None
+        return report
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
         """Write :meth:`to_json` to a file, whole or not at all; folders are made as needed.
@@ -174,38 +159,29 @@ def _known(value: Any) -> Any:
     return value
 
 
-def _only(cls: type, data: dict[str, Any]) -> dict[str, Any]:
-    return {each.name: data[each.name] for each in fields(cls) if each.name in data}
+_type_hints = cache(get_type_hints)
 
 
-def _tupled(data: dict[str, Any], name: str) -> dict[str, Any]:
-    return data | {name: tuple(data[name])} if data.get(name) is not None else data
+def _read_back(kind: Any, value: Any) -> Any:
+    """What JSON has of a value of this type; what was left out as not known is None again."""
+    if isinstance(kind, type) and is_dataclass(kind):
+        return kind(**dict(_members(kind, value)))
+    arguments = get_args(kind)
+    if NoneType in arguments:
+        return None if value is None else _read_back(arguments[0], value)
+    if get_origin(kind) in (list, tuple):
+        return get_origin(kind)(_read_back(arguments[0], each) for each in value)
+    return value
 
 
-def _change(data: dict[str, Any]) -> Change:
-    named = {"from_" if name == "from" else name: value for name, value in data.items()}
-    return Change(**_only(Change, _tupled({"from_": None, "to": None} | named, "predicted")))
-
-
-def _step_times(data: dict[str, Any]) -> StepTimes:
-    lists = {"edges_s": tuple(data["edges_s"]), "counts": tuple(data["counts"])}
-    outliers = tuple(Outlier(**_only(Outlier, each)) for each in data["outliers"])
-    return StepTimes(**_only(StepTimes, data) | lists | {"outliers": outliers})
-
-
-def _hot_spots(data: dict[str, Any]) -> HotSpots:
-    places = tuple(CodeLocation(**_only(CodeLocation, each)) for each in data["places"])
-    return HotSpots(**_only(HotSpots, data) | {"places": places})
-
-
-def _loader_costs(data: dict[str, Any] | None) -> LoaderCosts | None:
-    """The costs as they were written, with None for what was left out as not known."""
-    if data is None:
-        return None
-    lists: dict[str, Any] = {name: tuple(data[name]) for name in ("receive_s", "edges_s", "counts")}
-    unknown: dict[str, Any] = dict.fromkeys(
-        ("prefetch_factor", "queued_s", "consumer_cpu_s", "usable_cpus", "free_cpus")
-    )
-    if len(lists["edges_s"]) != len(lists["counts"]) + bool(lists["counts"]):
-        raise ValueError("edges_s should have one item more than counts")
-    return LoaderCosts(**unknown | _only(LoaderCosts, data) | lists)
+def _members(kind: Any, data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The fields of a dataclass that are in its JSON; others there are of a later version."""
+    hints = _type_hints(kind)
+    for each in fields(kind):
+        name, hint = each.name.removesuffix("_"), hints[each.name]
+        if name in data:
+            yield each.name, _read_back(hint, data[name])
+        elif get_origin(hint) is tuple:
+            raise KeyError(name)
+        elif each.default is each.default_factory is MISSING and (hint is Any or NoneType in get_args(hint)):
+            yield each.name, None

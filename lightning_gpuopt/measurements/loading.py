@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from typing_extensions import override
+
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.summed import Summed
 
@@ -78,7 +80,7 @@ class PipelineTimes(Summed):
 
 
 @dataclass(frozen=True, slots=True)
-class Pipelines:
+class Pipelines(Summed):
     """The training loaders that decode in pipelines of their own: their settings, and what they did together."""
 
     times: PipelineTimes
@@ -91,6 +93,10 @@ class Pipelines:
     def wait_s(self) -> float:
         """Seconds for which the training process waited, for files and for decoded batches."""
         return self.times.wait_s + self.times.read_wait_s
+
+    @override
+    def __sub__(self, earlier: Pipelines) -> Pipelines:
+        return replace(self, times=self.times - earlier.times)
 
     def with_others(self, others: Sequence[Pipelines]) -> Pipelines:
         """These and others, taken together."""
@@ -119,30 +125,19 @@ class LoaderFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderReading:
+class LoaderReading(Summed):
     """What one training loader is, and has done so far."""
 
     loader: LoaderDescription
     facts: LoaderFacts
-    workers: WorkerTimes | None = None  # timed in its workers; None where nothing could be
+    workers: WorkerTimes = field(default_factory=WorkerTimes)  # timed in its workers; nothing where that could not be
     wait_s: float | None = None  # the training process waited for it; None: it is the only loader
     inner_s: float | None = None  # a loader of another kind waited for the DataLoader inside; None: it is one
 
     @property
     def busy_s(self) -> float:
         """Seconds in which a mean worker made batches."""
-        return self.workers.busy_s / max(self.facts.num_workers or 1, 1) if self.workers is not None else 0.0
-
-    def since(self, before: LoaderReading | None) -> LoaderReading:
-        """What it has done after an earlier reading."""
-        if before is None:
-            return self
-        return replace(
-            self,
-            workers=self.workers - before.workers if self.workers and before.workers else self.workers,
-            wait_s=None if self.wait_s is None else self.wait_s - (before.wait_s or 0.0),
-            inner_s=None if self.inner_s is None else self.inner_s - (before.inner_s or 0.0),
-        )
+        return self.workers.busy_s / max(self.facts.num_workers or 1, 1)
 
     def waited_for(self, wait_s: float) -> LoaderReading:
         """This loader by who does its work: where its own code is slow, not its workers, these do not count."""
@@ -150,7 +145,7 @@ class LoaderReading:
         if self.inner_s is None or self.inner_s >= wait_s / 2 or not self.facts.num_workers:
             return self
         loader = replace(self.loader, kind="iterable", work="training process", num_workers=None)
-        return replace(self, loader=loader, facts=LoaderFacts(duplicates=self.facts.duplicates), workers=None)
+        return replace(self, loader=loader, facts=LoaderFacts(duplicates=self.facts.duplicates), workers=WorkerTimes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,12 +49,13 @@ STEP_HOOKS: Final = frozenset(
 class PhaseTimes(Summed):
     """Where the time of a stretch of training went, on the training thread, in seconds."""
 
-    wall_s: float  # length of the stretch
-    steps: int  # training batches finished in it
-    phases: dict[str, float]  # exclusive; every phase is there, and they sum to ``wall_s``
+    wall_s: float = 0.0  # length of the stretch
+    steps: int = 0  # training batches finished in it
+    # exclusive; every phase is there, and they sum to ``wall_s``
+    phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     # exclusive, by hook, "MyCallback.on_train_batch_end"; they sum to ``phases["callbacks"]``
-    callbacks: dict[str, float]
-    epochs: int  # epochs begun in it
+    callbacks: dict[str, float] = field(default_factory=dict)
+    epochs: int = 0  # epochs begun in it
     # the broadcast before each step under DDP, by which Lightning agrees on whether a signal told it to stop; part of
     # ``phases["other"]``
     signal_broadcast_s: float = 0.0

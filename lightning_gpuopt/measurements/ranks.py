@@ -43,6 +43,7 @@ class MetricSync(Summed):
 
     calls: int = 0  # reductions
     seconds: float = 0.0  # in which the training thread waited for them
+    names: tuple[str, ...] = ()  # of the metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,10 @@ from typing_extensions import Self
 
 
 class Summed:
-    """Readings of one counter, field by field: numbers, and mappings of names to numbers."""
+    """Readings of one counter, field by field: numbers, mappings of names to numbers, and other counters.
+
+    A field that is none of these, or that ``None`` stands for in one reading, is as it is in the first.
+    """
 
     __slots__ = ()
 
@@ -24,7 +27,13 @@ class Summed:
         values = []
         for name in self.__match_args__:  # type: ignore[attr-defined]
             first, second = getattr(self, name), getattr(other, name)
-            values.append(added(first, second, sign) if isinstance(first, dict) else first + sign * second)
+            if isinstance(first, dict):
+                first = added(first, second, sign)
+            elif isinstance(first, Summed) and second is not None:
+                first = first._with(second, sign)
+            elif isinstance(first, (int, float)) and second is not None:
+                first += sign * second
+            values.append(first)
         return type(self)(*values)
 
 
@@ -34,3 +43,10 @@ def added(first: dict[Any, Any], second: dict[Any, Any], sign: int = 1) -> dict[
     if second.keys() - total.keys():
         total |= {name: sign * value for name, value in second.items() if name not in total}
     return total
+
+
+def since(earlier: Any, now: Any) -> Any:
+    """What came after an earlier reading, of counters by name, too; what is no counter, or was not there, is as now."""
+    if isinstance(now, dict):
+        return {name: since(earlier.get(name) if earlier else None, value) for name, value in now.items()}
+    return now - earlier if isinstance(now, Summed) and earlier is not None else now

@@ -14,7 +14,7 @@ import logging
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -129,7 +129,7 @@ class ProfilerLook:
         try:
             trace, shift_s = self._trace_of(profiler)
             records = records_of(trace, torch.cuda.current_device(), shift_s)
-            look = look_of(records, steps, self._module_at)
+            look = look_of(records, steps, self._modules.at if self._modules is not None else None)
         except CannotLookError:
             raise
         except Exception as error:
@@ -137,10 +137,6 @@ class ProfilerLook:
         if look is None:
             raise CannotLookError("it recorded no kernels; another tool may hold CUPTI")
         return look
-
-    @property
-    def _module_at(self) -> Callable[[float], str] | None:
-        return self._modules.at if self._modules is not None else None
 
     def end(self) -> None:
         """Stop early; what was recorded is dropped."""

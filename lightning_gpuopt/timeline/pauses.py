@@ -13,11 +13,15 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
+
+from typing_extensions import override
 
 from lightning_gpuopt.compat import dynamo
 from lightning_gpuopt.measurements.host import Collections, Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
+from lightning_gpuopt.timeline.phases import Timeline
+from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.timeline.syncs import place_of
 
 log = logging.getLogger(__name__)
@@ -30,30 +34,11 @@ _VERSION: Final = re.compile(r"^\d+/\d+: ")
 _COMMENT: Final = re.compile(r"\s+#.*", re.DOTALL)
 
 
-class PausedTimeline(Protocol):
-    """What we use of :class:`~lightning_gpuopt.timeline.phases.Timeline`."""
-
-    @property
-    def thread(self) -> int:
-        """Identifier of the thread that is measured."""
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether that thread is in the backward pass."""
-
-    @property
-    def steps(self) -> int:
-        """Training batches finished."""
-
-    def pause(self, kind: str, begun_ns: int, ended_ns: int) -> bool:
-        """Set aside time in which something stopped the thread; False where it is no part of a step."""
-
-
-class PauseWatch:
+class PauseWatch(Probe):
     """Times garbage collections and compilations that stop a timeline's thread; ``notes`` say what is unwatched."""
 
-    def __init__(self, timeline: PausedTimeline, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self.notes: list[str] = []
+    def __init__(self, timeline: Timeline, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._notes: list[str] = []
         self._timeline = timeline
         self._clock_ns = clock_ns
         self._undo_compiler: Callable[[], None] | None = None
@@ -68,7 +53,8 @@ class PauseWatch:
         gc.callbacks.append(self._collects)
         self.look_for_compiler()
 
-    def stop(self) -> None:
+    @override
+    def close(self) -> None:
         """Take away what was placed; what was seen stays. May be called more than once."""
         with suppress(ValueError):
             gc.callbacks.remove(self._collects)
@@ -85,8 +71,9 @@ class PauseWatch:
         except Exception as error:
             log.debug("torch.compile cannot be watched", exc_info=True)
             self._compiler_failed = True
-            self.notes.append(f"Compilations by torch.compile could not be seen: {error}.")
+            self._notes.append(f"Compilations by torch.compile could not be seen: {error}.")
 
+    @override
     def restart(self) -> None:
         """Forget what was seen so far."""
         self._counts = [0, 0, 0]
@@ -98,6 +85,10 @@ class PauseWatch:
         self._compiling_steps = 0
         self._compiled_in_step = -1
         self._known_failures = {code: len(reasons) for code, reasons in dynamo.guard_failures().items()}
+
+    @override
+    def known(self) -> dict[str, Any]:
+        return {"collections": self.collections(), "compilations": self.compilations()}
 
     def collections(self) -> Collections:
         """The garbage collections in steps since the beginning, or the last :meth:`restart`."""

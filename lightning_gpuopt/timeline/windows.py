@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from lightning_gpuopt.measurements.phases import PhaseTimes
 
 _MAX_STRETCHES: Final = 512
+
+
+T = TypeVar("T")
+
+
+class BoundedSeries(Generic[T]):
+    """Keeps at most so many ``items``; when there are more, each two neighbours become one from then on."""
+
+    def __init__(self, most: int, joined: Callable[[T, T], T]) -> None:
+        self.items: list[T] = []
+        self.in_last = 0  # how many were joined in the last
+        self._most = most
+        self._joined = joined
+        self._per_item = 1
+
+    def add(self, item: T) -> None:
+        """Add what comes after the others."""
+        if self.items and self.in_last < self._per_item:
+            self.items[-1] = self._joined(self.items[-1], item)
+            self.in_last += 1
+            return
+        self.items.append(item)
+        self.in_last = 1
+        if len(self.items) > self._most:
+            pairs = [self.items[at : at + 2] for at in range(0, len(self.items), 2)]
+            self.items = [self._joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._per_item *= 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +57,8 @@ class Windows:
         self._warm: PhaseTimes | None = None
         self._needs_warmup = warmup_steps > 0
         self._began = 0
-        self._last: PhaseTimes | None = None
-        self._stretches: list[Window] = []
-        self._per_stretch = 1
-        self._in_last = 0
+        self._last = PhaseTimes()
+        self._stretches = BoundedSeries(_MAX_STRETCHES, _joined)
 
     @property
     def least_steps(self) -> int:
@@ -46,12 +72,9 @@ class Windows:
 
     def close(self, reading: PhaseTimes) -> Window | None:
         """End the window under way; None when it was warm-up that ended, or goes on."""
-        window = Window(
-            self._last.wall_s if self._last is not None else 0.0,
-            reading - self._last if self._last is not None else reading,
-        )
-        if self._last is None or reading.steps > self._last.steps:
-            self._keep(window)
+        window = Window(self._last.wall_s, reading - self._last)
+        if reading.steps > self._last.steps:
+            self._stretches.add(window)
         self._last = reading
         self._next = reading.steps + self._window_size
         if self._needs_warmup and self._warm is None:
@@ -62,11 +85,11 @@ class Windows:
 
     def annotate(self, gpu_utilization: float | None) -> None:
         """Add NVML's mean utilization over the window, 0-100 %, to the stretch that was closed last."""
-        if self._stretches and gpu_utilization is not None:
-            last = self._stretches[-1]
-            seen, share = last.gpu_utilization, 1 / self._in_last
+        series = self._stretches
+        if series.items and gpu_utilization is not None:
+            seen, share = series.items[-1].gpu_utilization, 1 / series.in_last
             mean = gpu_utilization if seen is None else seen + (gpu_utilization - seen) * share
-            self._stretches[-1] = replace(last, gpu_utilization=mean)
+            series.items[-1] = replace(series.items[-1], gpu_utilization=mean)
 
     def restart(self, reading: PhaseTimes, *, in_step: bool = False) -> None:
         """Measure anew after a change, beginning with another warm-up.
@@ -75,7 +98,7 @@ class Windows:
         warm-up.
         """
         due = self._next
-        if self._last is None or reading.steps > self._last.steps:
+        if reading.steps > self._last.steps:
             self.close(reading)
         self._warm = None
         self._needs_warmup = True
@@ -90,22 +113,8 @@ class Windows:
 
     def stretches(self, reading: PhaseTimes) -> list[Window]:
         """The whole run until now, oldest first, in at most 513 stretches."""
-        start_s = self._last.wall_s if self._last is not None else 0.0
-        rest = Window(start_s, reading - self._last if self._last is not None else reading)
-        return [*self._stretches, rest] if rest.times.wall_s > 0 else list(self._stretches)
-
-    def _keep(self, window: Window) -> None:
-        """Add a window to the stretches; when there are too many, each two neighbours become one from then on."""
-        if self._stretches and self._in_last < self._per_stretch:
-            self._stretches[-1] = _joined(self._stretches[-1], window)
-            self._in_last += 1
-            return
-        self._stretches.append(window)
-        self._in_last = 1
-        if len(self._stretches) > _MAX_STRETCHES:
-            pairs = [self._stretches[i : i + 2] for i in range(0, len(self._stretches), 2)]
-            self._stretches = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
-            self._per_stretch *= 2
+        rest = Window(self._last.wall_s, reading - self._last)
+        return [*self._stretches.items, rest] if rest.times.wall_s > 0 else list(self._stretches.items)
 
 
 def _joined(first: Window, second: Window) -> Window:

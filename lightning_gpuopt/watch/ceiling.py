@@ -124,7 +124,7 @@ class Prediction:
 def _batch_s(window: Measurement) -> float | None:
     """Seconds that the loader needs for a batch, its workers side by side; None where nothing was timed in it."""
     workers, number = window.workers, window.loader.num_workers
-    if workers is not None and workers.batches:
+    if workers.batches:
         return workers.busy_s / workers.batches / (number or 1)
     later = window.times.steps - window.times.epochs  # the others' batches are a part of the epoch's set-up
     return window.times.phases["data_wait"] / later if number == 0 and later > 0 else None

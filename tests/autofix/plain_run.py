@@ -34,7 +34,7 @@ def window(step_s: float | None, *, on_gpu: bool = False, batch_s: float | None 
     waits_s = 0.0 if batch_s is None else wall_s / 2
     phases = dict.fromkeys(PHASES, 0.0) | {"forward": wall_s - waits_s, "data_wait": waits_s}
     gpu = GpuTimes(steps=steps, compute_s=wall_s) if on_gpu else None
-    timed = None if batch_s is None else WorkerTimes(STEPS, batch_s * STEPS)
+    timed = WorkerTimes() if batch_s is None else WorkerTimes(STEPS, batch_s * STEPS)
     return Measurement(PhaseTimes(wall_s, steps, phases, {}, 0), LoaderFacts(), gpu=gpu, workers=timed)
 
 

@@ -19,6 +19,7 @@ from lightning_gpuopt import AutoFix, Finding, StallDetector
 from lightning_gpuopt.compat.dataloader import worker_pids
 from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.detector.session import DetectorSession
+from lightning_gpuopt.measurements.loading import WorkerTimes
 from tests.autofix.plain_run import finding as finding
 from tests.helpers import tiny_trainer
 
@@ -69,7 +70,9 @@ class Script(StallDetector):
         step_s, findings = self.windows[min(self.number, len(self.windows) - 1)]
         self.number += 1
         waterfall = SimpleNamespace(step_s=step_s, on_gpu=self.on_gpu)
-        window: Any = SimpleNamespace(source=None, times=None, workers=None, host=None, waterfall=waterfall)
+        window: Any = SimpleNamespace(
+            source=SimpleNamespace(key=""), times=None, workers=WorkerTimes(), host=None, waterfall=waterfall
+        )
         self._session.notify(window, findings)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

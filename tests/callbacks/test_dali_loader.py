@@ -262,7 +262,7 @@ class TestStallDetector:
     def test_the_work_of_a_rank_counts_the_threads(
         self, tmp_path: Path, folder: Path, counts: Callable[[PipelineTimes], None], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from lightning_gpuopt.detector.accumulator import work_of
+        from lightning_gpuopt.detector.rank_exchange import work_of
 
         works: list[Any] = []
         stop = DetectorSession.stop

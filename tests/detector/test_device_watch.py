@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from lightning_gpuopt.detector.device_watch import DeviceWatch
+from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.timeline.phases import Timeline
+from tests.diagnosis.numbers import gpu
 from tests.helpers import wait_for
 from tests.simulators.nvml import Gpu, Simulator, error
 
@@ -82,3 +84,35 @@ def test_what_nvml_cannot_give_is_a_note(simulator: Simulator) -> None:
     device.close()
     assert [note.partition(":")[0] for note in device.notes] == ["no GPU figures"]
     assert device.state().utilization is None
+
+
+class Clock:
+    """A GPU's clock that shows what a test has set."""
+
+    def __init__(self) -> None:
+        self.snapshot: GpuTimes | None = None
+        self.after: int | None = None
+        self.ran = GpuTimes()
+
+    def take_snapshot(self, steps: int) -> None:
+        self.after = steps
+
+    def times(self) -> GpuTimes:
+        return self.ran
+
+
+def test_the_gpu_counts_once_it_has_done_what_the_host_had_issued_before(simulator: Simulator) -> None:
+    simulator.machine()
+    timeline = Timeline(detailed=True)
+    device, clock = DeviceWatch(torch.device("cuda", 0), timeline), Clock()
+    device.clock = clock  # type: ignore[assignment]
+    for _ in range(7):
+        timeline.step_done()
+    device.restart()
+    assert clock.after == 7
+    clock.ran = gpu(5, compute_s=0.5)
+    assert device.gpu() == GpuTimes()
+    clock.snapshot, clock.ran = gpu(6, compute_s=0.5), gpu(10, compute_s=1.0)
+    assert device.read() == {"gpu": device.gpu()}
+    assert (device.gpu().steps, device.gpu().compute_s) == (4, 0.5)
+    device.close()

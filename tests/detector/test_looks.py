@@ -7,11 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_gpuopt.detector.looks import Looks
+from lightning_gpuopt.measurements.gpu import SyncSighting
+
+
+def without_gpu() -> Looks:
+    nobody: Any = None
+    return Looks(nobody, nobody, threshold=0.1, profile="auto", device=None, stacks=None)
 
 
 def test_nobody_is_called_between_the_steps_at_which_there_is_something_to_do() -> None:
     asked: list[int] = []
-    looks = Looks()
+    looks = without_gpu()
     stacks: Any = SimpleNamespace(
         step_done=lambda: None, due=lambda steps: asked.append(steps) or False, due_at=lambda steps: 4
     )
@@ -22,7 +28,7 @@ def test_nobody_is_called_between_the_steps_at_which_there_is_something_to_do() 
 
 
 def test_a_trace_that_is_asked_for_has_every_step_from_then_on(tmp_path: Path) -> None:
-    looks = Looks()
+    looks = without_gpu()
     looks.step_done(1, None, lambda: None)
     looks.record_trace(tmp_path / "trace.json")
     for number in range(2, 7):
@@ -30,3 +36,11 @@ def test_a_trace_that_is_asked_for_has_every_step_from_then_on(tmp_path: Path) -
         looks.step_done(number, None, lambda: None)
     assert not looks.profiler_is_taken
     assert (tmp_path / "trace.json").exists()
+
+
+def test_what_the_looks_say_is_known_on_cuda_only() -> None:
+    looks = without_gpu()
+    assert looks.known() == {}
+    kernels: Any = SimpleNamespace(syncs=SyncSighting(3, 0), look=None, pending=True, missed=False)
+    looks.kernels = kernels
+    assert looks.known() == {"syncs": SyncSighting(3, 0), "look": None, "look_pending": True, "look_missed": False}

@@ -18,9 +18,9 @@ HELD = ProcessReading(rss_mib=100.0, open_files=20, threads=3)
 
 
 def history(*windows: Any, process: ProcessReading = HELD) -> tuple[WindowRecord, ...]:
-    made = WindowHistory(None)
+    made = WindowHistory(None, lambda: process)
     for number, each in enumerate(windows):
-        made.add(each, 100 * (number + 1), process)
+        made.add(each, 100 * (number + 1))
     return made.records
 
 
@@ -88,8 +88,8 @@ def test_the_clock_of_each_window_is_taken_from_the_mean_of_the_whole_part() -> 
 def test_the_gpus_memory_is_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     stats: dict[str, int] = {"allocated_bytes.all.current": 3 << 20, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    made = WindowHistory(torch.device("cuda", 0))
-    made.add(measurement(times()), 100, ProcessReading())
+    made = WindowHistory(torch.device("cuda", 0), ProcessReading)
+    made.add(measurement(times()), 100)
     assert made.records[0].held == {"gpu_allocated_mib": 3.0, "alloc_retries": 2.0}
 
 
@@ -98,16 +98,17 @@ def test_an_allocator_that_keeps_no_figures_is_no_fault(monkeypatch: pytest.Monk
         raise RuntimeError("no such figures")
 
     monkeypatch.setattr(torch.cuda, "memory_stats", fails)
-    made = WindowHistory(torch.device("cuda", 0))
-    made.add(measurement(times()), 100, HELD)
+    made = WindowHistory(torch.device("cuda", 0), lambda: HELD)
+    made.add(measurement(times()), 100)
     assert set(made.records[0].held) == {"rss_mib", "open_files", "threads"}
 
 
 def test_of_more_than_64_each_two_neighbours_become_one() -> None:
-    made = WindowHistory(None)
+    numbers = iter(range(68))
+    made = WindowHistory(None, lambda: ProcessReading(threads=next(numbers)))
 
     def add(number: int) -> None:
-        made.add(measurement(times(data_wait=number / 100)), 100 * (number + 1), ProcessReading(threads=number))
+        made.add(measurement(times(data_wait=number / 100)), 100 * (number + 1))
 
     for number in range(64):
         add(number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_gpuopt.diagnosis.causes.loader import data_findings
+from lightning_gpuopt.diagnosis.causes.loader import data_finding as finding_of_data
+from lightning_gpuopt.diagnosis.causes.loader import data_shares
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.gpu import GpuTimes
@@ -91,7 +92,8 @@ def pipelines(
 
 
 def measurement(measured: PhaseTimes, loader: LoaderFacts = TWO_WORKERS, **more: Any) -> Measurement:
-    return Measurement(measured, loader, **more)
+    """A measurement; None is what was not measured."""
+    return Measurement(measured, loader, **{name: value for name, value in more.items() if value is not None})
 
 
 def gpu(steps: int = STEPS, *, compute_s: float = 8.0, idle: dict[str, float] | None = None, **more: Any) -> GpuTimes:
@@ -101,5 +103,5 @@ def gpu(steps: int = STEPS, *, compute_s: float = 8.0, idle: dict[str, float] | 
 
 def data_finding(measured: Measurement) -> Finding:
     """The first finding about the wait for data, with all of the wait."""
-    _, build = next(data_findings(measured, 1.0))
-    return build()
+    cause, share = next(iter(data_shares(measured, 1.0).items()))
+    return finding_of_data(cause, share, measured)

@@ -51,7 +51,7 @@ def watch(timeline: Timeline, clock: Clock) -> Iterator[PauseWatch]:
     watch = PauseWatch(timeline, clock)
     watch.start()
     yield watch
-    watch.stop()
+    watch.close()
     gc.enable()
 
 
@@ -174,8 +174,8 @@ class TestCollections:
         watch = PauseWatch(timeline)
         watch.start()
         assert len(gc.callbacks) == len(before) + 1
-        watch.stop()
-        watch.stop()
+        watch.close()
+        watch.close()
         assert gc.callbacks == before
 
 
@@ -247,7 +247,7 @@ class TestCompilations:
         watch = PauseWatch(timeline)
         watch.start()
         watch.look_for_compiler()
-        watch.stop()
+        watch.close()
         (note,) = watch.notes
         assert note.startswith("Compilations by torch.compile could not be seen: this torch has no torch._dynamo")
         assert watch.compilations() == Compilations()

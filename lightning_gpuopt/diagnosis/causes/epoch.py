@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.libraries import LIBRARIES
 from lightning_gpuopt.measurements.phases import PhaseTimes
 
@@ -53,7 +53,7 @@ def pause_of(measurement: Measurement) -> Pause | None:
         return None
     waited = measurement.waterfall.wait("epoch_setup") / setup_s / times.epochs
     batch_s = math.inf
-    if workers is not None and workers.batches:
+    if workers.batches:
         batch_s = workers.busy_s / workers.batches
     elif not loader.num_workers and times.steps > times.epochs and not _works_beside(measurement):
         batch_s = times.phases["data_wait"] / (times.steps - times.epochs)  # the others' first fetches
@@ -67,22 +67,18 @@ def pause_of(measurement: Measurement) -> Pause | None:
 
 def _works_beside(measurement: Measurement) -> bool:
     """Whether batches are made beside the training process, in threads or processes that are no DataLoader's."""
-    return measurement.source is not None and measurement.source.work != "training process"
+    return measurement.source.work != "training process"
 
 
-def restart(measurement: Measurement) -> Iterator[Candidate]:
+def restart(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """The beginning of epochs, whatever it is that training waits for."""
-    pause = pause_of(measurement)
-    if pause is not None:
-        share = measurement.waterfall.share(pause.seconds * measurement.times.epochs)
-        yield share, lambda: _restart(measurement, pause, share)
-
-
-def _restart(measurement: Measurement, pause: Pause, share: float) -> Finding:
     times, waterfall, loader = measurement.times, measurement.waterfall, measurement.loader
+    pause = pause_of(measurement)
+    if pause is None or (share := waterfall.share(pause.seconds * times.epochs)) < threshold:
+        return
     part = max(("workers", "first_batch", "buffer"), key=lambda name: float(getattr(pause, name)))
     if part == "buffer":
-        part = _FIRST.get(measurement.source.kind if measurement.source is not None else "", "index")
+        part = _FIRST.get(measurement.source.kind, "index")
     if part == "workers" and (loader.persistent_workers or not loader.num_workers):
         part = "iterator"
     evidence: dict[str, float | str] = {
@@ -108,21 +104,23 @@ def _restart(measurement: Measurement, pause: Pause, share: float) -> Finding:
         advice, settings = [cause.advice], {"persistent_workers": True}
     if part in cause.cases:
         advice.append(cause.cases[part])
-    return Finding("epoch_restart", share, evidence, " ".join(advice), settings)
+    yield Finding("epoch_restart", share, evidence, " ".join(advice), settings)
 
 
-def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
+def validation_restart(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Workers of the validation's loader that are started again for each validation.
 
     The first validation has to start them, and each waits for its first batch, which takes as long as any other.
     """
     times, reading, waterfall = measurement.times, measurement.validation, measurement.waterfall
-    if reading is None or reading.workers is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
+    if reading is None or not reading.workers.batches or times.validations < _MIN_EPOCHS:
         return
     batch_s = reading.workers.busy_s / reading.workers.batches
     each_s = max(times.validation_setup_s / times.validations - batch_s, 0.0)
     on_device = min(waterfall.validation_s / (times.phases["validation"] or 1.0), 1.0)
     share = waterfall.share(each_s * (times.validations - 1) * on_device)
+    if share < threshold:
+        return
     evidence: dict[str, float | str] = {
         "loader": reading.loader.key,
         "num_workers": reading.facts.num_workers or 0,
@@ -131,7 +129,7 @@ def validation_restart(measurement: Measurement) -> Iterator[Candidate]:
         "first_batch_s_per_validation": round(batch_s, 3),
     }
     advice = CAUSES["epoch_restart"].cases["validation"]
-    yield share, lambda: Finding("epoch_restart", share, evidence, advice, {"persistent_workers": True})
+    yield Finding("epoch_restart", share, evidence, advice, {"persistent_workers": True})
 
 
 def restart_in_run(run: PhaseTimes, measurement: Measurement, threshold: float) -> Finding | None:

@@ -5,21 +5,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import partial
 from typing import Any, Final
 
+from lightning_gpuopt.diagnosis.causes.common import (
+    at_most,
+    bound_to_one_cpu,
+    exposed_by,
+    host_evidence,
+    memory_is_short,
+    percent_of,
+    rounded,
+    threads_per_worker,
+)
 from lightning_gpuopt.diagnosis.causes.epoch import pause_of
-from lightning_gpuopt.diagnosis.causes.sentences import at_most, bound_to_one_cpu, threads_per_worker
 from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers, without_data_s
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
-from lightning_gpuopt.diagnosis.waterfall import Waterfall
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT, most_workers, next_workers, prefetch_needed
 from lightning_gpuopt.measurements.loading import QueueTimes
-from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
 # workers that make batches for less than this share of their time are not the bottleneck; what follows them is
 _BUSY: Final = 0.6
@@ -30,9 +36,6 @@ _A_FREE_CPU: Final = 0.5
 _FREE_SHARE: Final = 0.05
 # a quota that stops us in this share of the scheduler's periods is the limit, not the number of CPUs
 _THROTTLED: Final = 0.1
-# memory is short where tasks wait for it for this share of the time, or so much comes back from swap
-_MEMORY_SHORT: Final = 0.1
-_SWAPPING_MIB_S: Final = 4.0
 # variance over squared mean of the batches' times: from here on single batches stand out (an exponential has 1)
 _UNEVEN: Final = 1.0
 _COMPUTING: Final = ("slow_transform", "cpu_saturated", "cpu_throttled")
@@ -42,8 +45,15 @@ _NEARLY_EVERY: Final = 0.8
 _SELDOM: Final = 0.3
 
 
-def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candidate]:
-    """Name what the wait for data is for.
+def data_findings(measurement: Measurement, threshold: float) -> Iterator[Finding]:
+    """Name what the wait for data is for."""
+    for cause, share in data_shares(measurement, threshold).items():
+        if share >= threshold:
+            yield data_finding(cause, share, measurement)
+
+
+def data_shares(measurement: Measurement, threshold: float) -> dict[str, float]:
+    """Shares of the time that are the wait for data, by cause.
 
     Each cause that explains a third of it is named, the largest with all the rest; where one would be below the
     threshold, the largest has all.
@@ -52,8 +62,7 @@ def data_findings(measurement: Measurement, threshold: float) -> Iterator[Candid
     shares = {cause: share * seconds / (wait_s or 1.0) for cause, seconds in causes.items()}
     if min(shares.values()) < threshold or not wait_s:
         shares = {next(iter(causes)): share}
-    for cause, part in shares.items():
-        yield part, partial(_finding, cause, part, measurement)
+    return shares
 
 
 def _data_share(measurement: Measurement) -> float:
@@ -63,7 +72,8 @@ def _data_share(measurement: Measurement) -> float:
     return measurement.waterfall.share(measurement.waterfall.wait("data_wait") + first_s)
 
 
-def _finding(cause: str, share: float, measurement: Measurement) -> Finding:
+def data_finding(cause: str, share: float, measurement: Measurement) -> Finding:
+    """The finding of a cause with this share of the time."""
     settings = _settings(cause, measurement)
     step = storage_advice(cause, measurement)
     return Finding(
@@ -87,14 +97,14 @@ def explained_s(measurement: Measurement) -> dict[str, float]:
     wait_s, wall_s = measurement.times.phases["data_wait"], measurement.times.wall_s
     if not loader.num_workers:
         return {_cause_from_outside(measurement) if own_workers(measurement) else "main_process_loading": wait_s}
-    if workers is None or not workers.batches:
+    if not workers.batches:
         return {_cause_from_outside(measurement): wait_s}
     busy = workers.busy_s / (loader.num_workers * wall_s)
     pace_s = min(max(busy * wall_s - (wall_s - wait_s), 0.0), wait_s)
     # of several workers another's batch may lie ready than the one whose turn it is
     lies_ready = _hands_over_slowly(queues) and (busy < _BUSY or loader.num_workers == 1)
     unpinned = late = 0.0
-    if queues is not None and queues.wait_s:
+    if queues.wait_s:
         unpinned, late = queues.unpinned_wait_s / queues.wait_s, queues.late_wait_s / queues.wait_s
     elif busy < _BUSY:  # nobody has looked
         late = 1.0
@@ -107,7 +117,7 @@ def explained_s(measurement: Measurement) -> dict[str, float]:
     making_s = left_s
     if lies_ready or (busy < _BUSY and _read_quickly(measurement)):
         making_s = min(pace_s, left_s)
-        if lies_ready and loader.num_workers == 1 and queues is not None:
+        if lies_ready and loader.num_workers == 1:
             making_s = min(making_s, wait_s * queues.empty / queues.fetches)
     found = Counter(seen)
     found.update(_making(making_s, measurement))
@@ -125,15 +135,14 @@ def _that_are_much(parts: Mapping[str, float], wait_s: float) -> dict[str, float
 def _is_even(measurement: Measurement) -> bool:
     """Whether no single batch stands out, or the others do not lie ready behind one that does."""
     workers, queues = measurement.workers, measurement.queues
-    if workers is None or workers.unevenness is None or workers.unevenness < _UNEVEN:
+    if workers.unevenness is None or workers.unevenness < _UNEVEN:
         return True
-    return queues is not None and queues.empty > _MOSTLY * queues.fetches
+    return queues.empty > _MOSTLY * queues.fetches
 
 
 def _making(seconds: float, measurement: Measurement) -> dict[str, float]:
     """Seconds of waiting for batches that are made, by what takes the workers: collating, computing, or storage."""
     workers, loader, host = measurement.workers, measurement.loader, measurement.host
-    assert workers is not None
     busy = workers.busy_s / ((loader.num_workers or 1) * measurement.times.wall_s)
     if not busy:
         return {"slow_storage": seconds}
@@ -158,7 +167,7 @@ def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
     """
     host, workers, loader = measurement.host, measurement.workers, measurement.loader
     cause, short_s = "worker_transfer", 0.0
-    if host is not None and workers is not None and host.worker_queued is not None:
+    if host is not None and host.worker_queued is not None:
         workers_s = (loader.num_workers or 1) * measurement.times.wall_s
         found = cpu_cause(measurement)
         taken = found == "cpu_throttled" or (found == "cpu_saturated" and _used_by_others(measurement) is not None)
@@ -168,18 +177,15 @@ def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
     return _that_are_much(parts, measurement.times.phases["data_wait"])
 
 
-def _hands_over_slowly(queues: QueueTimes | None) -> bool:
+def _hands_over_slowly(queues: QueueTimes) -> bool:
     """Whether nearly every fetch waits although a batch is ready."""
-    if queues is None or not queues.fetches:
-        return False
-    return queues.waits >= _NEARLY_EVERY * queues.fetches and queues.empty <= _SELDOM * queues.fetches
+    seldom_empty = queues.empty <= _SELDOM * queues.fetches
+    return seldom_empty and queues.waits >= _NEARLY_EVERY * queues.fetches > 0
 
 
 def _read_quickly(measurement: Measurement) -> bool:
     """Whether reading samples takes no longer than collating and, at most, handing over: waits with idle workers."""
     workers, wall_s = measurement.workers, measurement.times.wall_s
-    if workers is None:
-        return True
     number = measurement.loader.num_workers or 1
     handing_over_s = min(measurement.times.phases["data_wait"] * number, wall_s * number - workers.busy_s)
     return workers.data_wall_s <= workers.collate_wall_s + max(handing_over_s, 0.0)
@@ -210,20 +216,20 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
     times, loader, host = measurement.times, measurement.loader, measurement.host
     workers, queues = measurement.workers, measurement.queues
     found = wait_evidence(measurement) | {"num_workers": own_workers(measurement) or loader.num_workers}
-    if workers is not None and workers.batches:
+    if workers.batches:
         found["dataset_ms_per_batch"] = workers.data_wall_s / workers.batches * 1e3
         found["dataset_cpu_ms_per_batch"] = workers.data_cpu_s / workers.batches * 1e3
         found["collate_ms_per_batch"] = workers.collate_wall_s / workers.batches * 1e3
         found["batch_mib"] = workers.batch_bytes / 2**20 if workers.batch_bytes is not None else None
         if loader.num_workers:
             found["workers_busy_percent"] = workers.busy_s / (loader.num_workers * times.wall_s) * 100
-    if queues is not None and queues.fetches:
+    if queues.fetches:
         found["queue_depth"] = queues.mean_ready
         found["queue_empty_percent"] = queues.empty / queues.fetches * 100
         found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
     if host is not None:
-        found["worker_cpu_percent"] = _percent(host.worker_cpu)
-        found["worker_queued_percent"] = _percent(host.worker_queued)
+        found["worker_cpu_percent"] = percent_of(host.worker_cpu)
+        found["worker_queued_percent"] = percent_of(host.worker_queued)
         found["threads_per_worker"] = threads_per_worker(host)
     evidence = rounded(found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
     return evidence | kind_evidence(measurement)
@@ -232,7 +238,7 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
 def own_workers(measurement: Measurement) -> int:
     """Threads or processes that a loader without a DataLoader has for its work, as a graph of nodes; 0: none known."""
     source = measurement.source
-    if source is None or source.kind != "nodes" or source.work == "training process":
+    if source.kind != "nodes" or source.work == "training process":
         return 0
     return source.num_workers or 0
 
@@ -240,8 +246,6 @@ def own_workers(measurement: Measurement) -> int:
 def kind_evidence(measurement: Measurement) -> dict[str, float | str]:
     """Which of several loaders it is, and what is special about its kind."""
     source = measurement.source
-    if source is None:
-        return {}
     found: dict[str, float | str] = {}
     if source.key:
         found["loader"] = source.key
@@ -265,52 +269,6 @@ def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
     return found
 
 
-def host_evidence(measurement: Measurement) -> dict[str, float | None]:
-    """What the machine had left, in numbers."""
-    host = measurement.host
-    if host is None:
-        return {}
-    found = {
-        "usable_cpus": host.usable_cpus,
-        "free_cpus": host.free_cpus,
-        "cpu_throttled_percent": _percent(host.throttled),
-        "io_pressure_percent": _percent(host.io_pressure),
-    }
-    if host.affinity == 1:
-        found["cpu_affinity"] = 1
-    if memory_is_short(measurement):
-        found["memory_pressure_percent"] = _percent(host.memory_pressure)
-        found["swap_mib_per_s"] = host.swapped_in_mib_s
-    return found
-
-
-def rounded(found: dict[str, float | None]) -> dict[str, float | str]:
-    """Evidence without what is not known."""
-    return {name: round(value, 3) for name, value in found.items() if value is not None}
-
-
-def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
-    """Which hook waited for the GPU, and so exposed what the host did after it."""
-    return {"exposed_by": hook_name(waterfall.exposed_by)} if waterfall.exposed_by else {}
-
-
-def hook_name(name: str) -> str:
-    """A hook as people know it."""
-    return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
-
-
-def memory_is_short(measurement: Measurement) -> bool:
-    """Whether what is read is pushed out of memory again."""
-    host = measurement.host
-    if host is None:
-        return False
-    return (host.memory_pressure or 0.0) >= _MEMORY_SHORT or (host.swapped_in_mib_s or 0.0) >= _SWAPPING_MIB_S
-
-
-def _percent(share: float | None) -> float | None:
-    return share * 100 if share is not None else None
-
-
 def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     loader = measurement.loader
     if loader.num_workers is None:
@@ -321,9 +279,11 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
         return {"num_workers": 0}
     if not CAUSES[cause].doing:
         return {}
-    if loader.duplicates or _unshared(measurement) or (cause == "slow_storage" and memory_is_short(measurement)):
+    if loader.duplicates or measurement.source.unshared or (cause == "slow_storage" and memory_is_short(measurement)):
         return {}
-    workers = _with_shards(_workers_needed(cause, measurement), measurement)
+    workers = _workers_needed(cause, measurement)
+    if measurement.source.shards is not None:  # others would have none to read
+        workers = min(workers, measurement.source.shards)
     if workers <= loader.num_workers:
         return {}
     model, now_s = loader_model(measurement), measurement.waterfall.step_s
@@ -333,17 +293,6 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     if not loader.persistent_workers:
         settings["persistent_workers"] = True
     return settings
-
-
-def _unshared(measurement: Measurement) -> str | None:
-    """Why more workers would read other samples; None where they would not, or nobody has looked."""
-    return measurement.source.unshared if measurement.source is not None else None
-
-
-def _with_shards(workers: int, measurement: Measurement) -> int:
-    """So many workers, or as many as there are shards of a stream for this rank: others would have none to read."""
-    source = measurement.source
-    return workers if source is None or source.shards is None else min(workers, source.shards)
 
 
 def _costs_more_to_hand_over(measurement: Measurement) -> bool:
@@ -373,7 +322,6 @@ def _workers_needed(cause: str, measurement: Measurement) -> int:
 def _prefetch_settings(measurement: Measurement) -> dict[str, Any]:
     """Enough batches ahead to bridge a slow one."""
     loader, workers = measurement.loader, measurement.workers
-    assert workers is not None
     assert workers.unevenness is not None
     mean_s = workers.busy_s / workers.batches
     consumer_s = without_data_s(measurement)
@@ -391,7 +339,7 @@ def _prediction(measurement: Measurement, settings: dict[str, Any]) -> Interval 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
     parts = [*_threads(cause, measurement, settings), _remedy(cause, measurement, settings)]
-    if cause == "head_of_line" and measurement.source is not None and measurement.source.datamodule:
+    if cause == "head_of_line" and measurement.source.datamodule:
         parts.append(CAUSES[cause].cases["datamodule"].format(datamodule=measurement.source.datamodule))
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
@@ -430,13 +378,13 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
         return CAUSES[cause].cases["memory"]
     if cause == "cpu_saturated" and (others := _used_by_others(measurement)) is not None:
         return CAUSES[cause].cases["others"].format(others=others[0], usable=others[1])
-    if doing and (reason := _unshared(measurement)) is not None:
+    if doing and (reason := measurement.source.unshared) is not None:
         return f"{doing}, but more workers would not read the same samples: {reason}."
     if cause == "main_process_loading" and workers is None:
         return _without_workers(measurement)
     if cause in ("slow_transform", "slow_storage") and (own := own_workers(measurement)):
         return CAUSES[cause].cases["nodes"].format(num_workers=own)
-    shards = measurement.source.shards if measurement.source is not None else None
+    shards = measurement.source.shards
     if doing and workers is None and shards is not None and (measurement.loader.num_workers or 0) >= shards:
         return (
             f"{doing}, and each of the stream's {shards} shards has a worker already: more would have none to "
@@ -466,7 +414,7 @@ def _used_by_others(measurement: Measurement) -> tuple[float, float] | None:
 def _without_workers(measurement: Measurement) -> str:
     """Advice for a training process that loads by itself, where workers are none."""
     cases, source = CAUSES["main_process_loading"].cases, measurement.source
-    if source is not None and source.kind == "nodes":
+    if source.kind == "nodes":
         return cases["nodes"]
     if measurement.loader.num_workers is None:
         return cases["no_dataloader"]

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import finding_of, per_step
+from lightning_gpuopt.diagnosis.causes.common import finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.host import Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 
@@ -20,22 +20,11 @@ _SIZES: Final = ("size mismatch", "stride mismatch", ".size()", "rank mismatch")
 _NUMBER: Final = re.compile(r"== -?\d+(\.\d+)?\b")
 
 
-def garbage_collection(measurement: Measurement) -> Iterator[Candidate]:
+def garbage_collection(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Collections of garbage that the device waits for."""
-    waterfall = measurement.waterfall
-    seconds = waterfall.wait(GARBAGE_COLLECTION)
-    if _one_took_most(measurement):
+    seconds = measurement.waterfall.wait(GARBAGE_COLLECTION)
+    if _one_took_most(measurement) or measurement.waterfall.share(seconds) < threshold:
         return
-    yield waterfall.share(seconds), lambda: _garbage_collection(measurement, seconds)
-
-
-def _one_took_most(measurement: Measurement) -> bool:
-    """Whether one collection takes over a third of the collection time; full ones are rare, so one proves nothing."""
-    collections = measurement.collections
-    return collections is not None and collections.longest_s * _MIN_PAUSES > collections.seconds
-
-
-def _garbage_collection(measurement: Measurement, seconds: float) -> Finding:
     evidence, collections = per_step(seconds, measurement), measurement.collections
     advice = CAUSES[GARBAGE_COLLECTION].advice
     if collections is not None:
@@ -47,19 +36,20 @@ def _garbage_collection(measurement: Measurement, seconds: float) -> Finding:
         if collections.where:
             evidence["where"] = f"{collections.where_share * 100:.0f} % {collections.where}"
             advice = CAUSES[GARBAGE_COLLECTION].cases["asked"].format(where=collections.where)
-    return finding_of(GARBAGE_COLLECTION, seconds, measurement, evidence, advice)
+    yield finding_of(GARBAGE_COLLECTION, seconds, measurement, evidence, advice)
 
 
-def recompilation(measurement: Measurement) -> Iterator[Candidate]:
+def _one_took_most(measurement: Measurement) -> bool:
+    """Whether one collection takes over a third of the collection time; full ones are rare, so one proves nothing."""
+    collections = measurement.collections
+    return collections is not None and collections.longest_s * _MIN_PAUSES > collections.seconds
+
+
+def recompilation(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Compilations in the steps that the device waits for, if they come again and again."""
-    waterfall, compilations = measurement.waterfall, measurement.compilations
-    if compilations is None or compilations.steps < _AGAIN_AND_AGAIN:
+    compilations, seconds = measurement.compilations, measurement.waterfall.wait(RECOMPILATION)
+    if compilations.steps < _AGAIN_AND_AGAIN or measurement.waterfall.share(seconds) < threshold:
         return
-    seconds = waterfall.wait(RECOMPILATION)
-    yield waterfall.share(seconds), lambda: _recompilation(measurement, compilations, seconds)
-
-
-def _recompilation(measurement: Measurement, compilations: Compilations, seconds: float) -> Finding:
     compiling_s = sum(measurement.times.compiling.values())
     evidence = per_step(seconds, measurement) | {
         "compilations": compilations.count,
@@ -68,7 +58,7 @@ def _recompilation(measurement: Measurement, compilations: Compilations, seconds
     if compilations.function:
         evidence |= {"function": compilations.function, "reason": compilations.reason}
     advice = f"{CAUSES[RECOMPILATION].advice} {_remedy(compilations)}"
-    return finding_of(RECOMPILATION, seconds, measurement, evidence, advice)
+    yield finding_of(RECOMPILATION, seconds, measurement, evidence, advice)
 
 
 def _remedy(compilations: Compilations) -> str:
@@ -93,8 +83,6 @@ def pause_notes(measurement: Measurement, threshold: float) -> list[str]:
             f"Python's garbage collector took {collecting:.0%} of the time, most of it in one collection of "
             f"{measurement.collections.longest_s:.2f} s: a longer run has few of them."
         )
-    if compilations is None:
-        return notes
     share = waterfall.share(waterfall.wait(RECOMPILATION))
     if 0 < compilations.steps < _AGAIN_AND_AGAIN and share >= threshold:
         notes.append(

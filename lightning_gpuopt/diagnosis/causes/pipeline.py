@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.loader import (
-    cpu_cause,
-    exposed_by,
-    host_evidence,
-    kind_evidence,
-    memory_is_short,
-    rounded,
-    wait_evidence,
-)
-from lightning_gpuopt.diagnosis.causes.sentences import at_most
+from lightning_gpuopt.diagnosis.causes.common import at_most, exposed_by, host_evidence, memory_is_short, rounded
+from lightning_gpuopt.diagnosis.causes.loader import cpu_cause, kind_evidence, wait_evidence
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import pipeline_model, speedup_of_threads
@@ -35,15 +28,18 @@ _COMPUTES: Final = 0.5  # threads that read and whose time is CPU time for less 
 _ALONE: Final = 0.2
 
 
-def pipeline_finding(measurement: Measurement) -> Finding:
+def pipeline_findings(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Name what late pipelines wait for; it has no settings, since those are a DataLoader's arguments."""
+    share = measurement.waterfall.share(measurement.waterfall.wait("data_wait"))
+    if share < threshold:
+        return
     bottleneck = bottleneck_of(measurement)
     cause = {STORAGE: "slow_storage", DECODE_ENGINE: "slow_transform"}.get(bottleneck) or cpu_cause(measurement)
     threads = _threads_needed(measurement) if bottleneck == CPU_THREADS and cause == "slow_transform" else None
     parts = [_remedy(bottleneck, cause, measurement, threads), *at_most(measurement)]
-    return Finding(
+    yield Finding(
         cause,
-        measurement.waterfall.share(measurement.waterfall.wait("data_wait")),
+        share,
         {"bottleneck": bottleneck, **_evidence(measurement), **kind_evidence(measurement)},
         " ".join(parts),
         predicted_speedup=_prediction(measurement, threads),

@@ -6,10 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator
 from typing import Final
 
-from lightning_gpuopt.diagnosis.causes.step import finding_of, per_step
+from lightning_gpuopt.diagnosis.causes.common import finding_of, per_step
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Candidate
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.ranks import RankWork
 
 # a rank whose batches take this much longer has slower data; one that waits in everybody's stead does not
@@ -23,7 +23,7 @@ _HOOKS: Final = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _Excess = tuple[str, RankWork, float, float]
 
 
-def straggler(measurement: Measurement) -> Iterator[Candidate]:
+def straggler(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """The rank whose own work takes longest, if it is slower than the others."""
     waterfall, ranks = measurement.waterfall, measurement.ranks
     if len(ranks) < 2:
@@ -32,6 +32,8 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
     if kind == "data" and not _has_slower_loader(slowest, ranks):
         return
     seconds, sizes = excess_s * waterfall.steps, _larger_batches(slowest, ranks)
+    if waterfall.share(seconds) < threshold:
+        return
     about = CAUSES["straggler"].cases["sizes" if sizes else kind].format(**sizes)
     evidence: dict[str, float | str] = {
         "rank": slowest.rank,
@@ -40,10 +42,7 @@ def straggler(measurement: Measurement) -> Iterator[Candidate]:
         "ms_per_step_elsewhere": round(others_s * 1e3, 3),
     }
     advice = CAUSES["straggler"].advice.format(rank=slowest.rank) + about
-    yield (
-        waterfall.share(seconds),
-        lambda: finding_of("straggler", seconds, measurement, evidence | sizes, advice),
-    )
+    yield finding_of("straggler", seconds, measurement, evidence | sizes, advice)
 
 
 def _larger_batches(slowest: RankWork, ranks: tuple[RankWork, ...]) -> dict[str, float | str]:
@@ -57,30 +56,22 @@ def _larger_batches(slowest: RankWork, ranks: tuple[RankWork, ...]) -> dict[str,
     return {"batch_mib": round(slowest.batch_bytes / _MIB, 4), "batch_mib_elsewhere": round(elsewhere / _MIB, 4)}
 
 
-def communication(measurement: Measurement) -> Iterator[Candidate]:
+def communication(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Collectives that nothing hides: by the rank that waits least in them, since others wait for a slower one."""
     waterfall, exposed_s = measurement.waterfall, measurement.communication_s
     if exposed_s is None:
         return
-    alone = waterfall.on_gpu and len(measurement.ranks) > 1 and not _others_looked(measurement.ranks)
+    looked = sum(rank.communication_s is not None for rank in measurement.ranks)
+    alone = waterfall.on_gpu and len(measurement.ranks) > 1 >= looked
     if alone:  # the wait for a slower rank is in it
         slower_s = (excess_s for _, rank, excess_s, _ in _excesses(measurement.ranks) if rank.communication_s is None)
         exposed_s = max(exposed_s - max(slower_s, default=0.0), 0.0)
     seconds = exposed_s * waterfall.steps
-    yield (
-        waterfall.share(seconds),
-        lambda: finding_of(
-            "communication",
-            seconds,
-            measurement,
-            per_step(seconds, measurement) | {"exposed_ms_per_step": round(exposed_s * 1e3, 3)} | _sent(measurement),
-            _send_less(measurement) + (CAUSES["communication"].cases["one_look"] if alone else ""),
-        ),
-    )
-
-
-def _others_looked(ranks: tuple[RankWork, ...]) -> bool:
-    return sum(rank.communication_s is not None for rank in ranks) > 1
+    if waterfall.share(seconds) < threshold:
+        return
+    evidence = per_step(seconds, measurement) | {"exposed_ms_per_step": round(exposed_s * 1e3, 3)} | _sent(measurement)
+    advice = _send_less(measurement) + (CAUSES["communication"].cases["one_look"] if alone else "")
+    yield finding_of("communication", seconds, measurement, evidence, advice)
 
 
 def _sent(measurement: Measurement) -> dict[str, float | str]:
@@ -88,8 +79,6 @@ def _sent(measurement: Measurement) -> dict[str, float | str]:
     known = measurement.gradients
     if known is None:
         return {}
-    look, names = measurement.look, measurement.metric_names
-    in_forward = names if look is not None and look.forward_collectives else ()
     evidence: dict[str, float | str | None] = {
         "gradient_mib": round(known.bytes / _MIB, 3) if known.bytes else None,
         "buckets": known.buckets,
@@ -100,9 +89,14 @@ def _sent(measurement: Measurement) -> dict[str, float | str]:
         "gradient_as_bucket_view": _as_text(known.bucket_view),
         "static_graph": _as_text(known.static_graph),
         "accumulate_grad_batches": known.accumulate_grad_batches,
-        "metric": ", ".join(in_forward) or None,
+        "metric": ", ".join(_metrics_in_forward(measurement)) or None,
     }
     return {name: value for name, value in evidence.items() if value is not None}
+
+
+def _metrics_in_forward(measurement: Measurement) -> tuple[str, ...]:
+    look, metrics = measurement.look, measurement.metrics
+    return metrics.names if look is not None and look.forward_collectives else ()
 
 
 def _as_text(value: bool | None) -> str | None:
@@ -115,8 +109,7 @@ def _send_less(measurement: Measurement) -> str:
     if known is None:
         return CAUSES["communication"].advice
     todo = []
-    names = measurement.metric_names if measurement.look is not None and measurement.look.forward_collectives else ()
-    if names:
+    if names := _metrics_in_forward(measurement):
         todo.append(f"reduce {', '.join(names)} once an epoch (self.log: on_step=False, on_epoch=True)")
     if known.find_unused_parameters and not known.unused:
         none = "no parameter was unused" if known.unused is False else "where every parameter is used"

@@ -9,7 +9,7 @@ from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.growth import Growth
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, GPU_WORK
 
 _MEMORY_MIB: Final = 64.0
@@ -18,16 +18,11 @@ _THREADS: Final = 4  # growth of what the process holds that is worth a word
 _CLOCK: Final = 0.95
 
 
-def slowdown(measurement: Measurement) -> Iterator[Candidate]:
+def slowdown(measurement: Measurement, growth: Growth, threshold: float) -> Iterator[Finding]:
     """Steps that get slower over the run."""
-    growth = measurement.growth
-    if growth is None:
-        return
     share = measurement.waterfall.share(growth.lost_s)
-    yield share, lambda: _finding(measurement, growth, share)
-
-
-def _finding(measurement: Measurement, growth: Growth, share: float) -> Finding:
+    if share < threshold:
+        return
     evidence: dict[str, float | str] = {
         "from_ms": round(growth.from_s * 1e3, 3),
         "to_ms": round(growth.to_s * 1e3, 3),
@@ -39,13 +34,12 @@ def _finding(measurement: Measurement, growth: Growth, share: float) -> Finding:
     evidence |= _held(growth)
     if measurement.grows:
         evidence["grows"] = measurement.grows
+    part = "the GPU's own work" if growth.part == GPU_WORK else growth.part
     begun = CAUSES["slowdown"].advice.format(
-        from_ms=growth.from_s * 1e3, to_ms=growth.to_s * 1e3, since=f"{growth.since_step:,}", part=_words(growth.part)
+        from_ms=growth.from_s * 1e3, to_ms=growth.to_s * 1e3, since=f"{growth.since_step:,}", part=part
     )
-    advice = " ".join(part for part in (begun, *_remedies(measurement, growth, evidence)) if part)
-    return Finding(
-        "slowdown", share, evidence, advice, predicted_speedup=speedup_without(measurement, growth.lost_s, 0.0)
-    )
+    advice = " ".join(each for each in (begun, *_remedies(measurement, growth, evidence)) if each)
+    yield Finding("slowdown", share, evidence, advice, predicted_speedup=speedup_without(measurement, growth.lost_s))
 
 
 def _held(growth: Growth) -> dict[str, float | str]:
@@ -66,10 +60,6 @@ def _held(growth: Growth) -> dict[str, float | str]:
     if before and now and now <= _CLOCK * before:
         found |= {"sm_clock_from_mhz": round(before), "sm_clock_to_mhz": round(now)}
     return found
-
-
-def _words(part: str) -> str:
-    return "the GPU's own work" if part == GPU_WORK else part
 
 
 def _remedies(measurement: Measurement, growth: Growth, evidence: Mapping[str, float | str]) -> Iterator[str]:

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
-from lightning_gpuopt.diagnosis.causes.loader import (
-    exposed_by,
+from lightning_gpuopt.diagnosis.causes.common import (
+    bound_to_one_cpu,
+    finding_of,
     hook_name,
     host_evidence,
     memory_is_short,
+    per_step,
     rounded,
 )
-from lightning_gpuopt.diagnosis.causes.sentences import bound_to_one_cpu
 from lightning_gpuopt.diagnosis.causes.table import CAUSES, MEASURING
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import speedup_without
-from lightning_gpuopt.diagnosis.record import Candidate, Finding
+from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, in_steps
 from lightning_gpuopt.measurements.code_location import in_shares
-from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
 _CAPPED: Final = 10.0  # percent of the time for which a power cap is worth a note
@@ -31,26 +30,7 @@ _OFTEN: Final = 0.5  # from so many retries of the allocator a step on the host 
 _FREE: Final = 0.2  # a single CPU with less than this left is full
 
 
-def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
-    """Evidence of something that belongs to every step."""
-    waterfall = measurement.waterfall
-    evidence: dict[str, float | str] = {
-        "ms_per_step": round(seconds / waterfall.steps * 1e3, 3),
-        "step_ms": round((waterfall.step_s or 0.0) * 1e3, 3),
-    }
-    return evidence | exposed_by(waterfall)
-
-
-def finding_of(
-    cause: str, seconds: float, measurement: Measurement, evidence: dict[str, float | str], advice: str = ""
-) -> Finding:
-    """A finding of ``seconds`` of the device's waiting, over all steps; advice is the table's by default."""
-    gain = speedup_without(measurement, seconds)
-    share = measurement.waterfall.share(seconds)
-    return Finding(cause, share, evidence, advice or CAUSES[cause].advice, predicted_speedup=gain)
-
-
-def callbacks(measurement: Measurement) -> Iterator[Candidate]:
+def callbacks(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Each callback, and each module or data module by its hooks."""
     hooks_of: dict[str, dict[str, float]] = {}
     for name, seconds in measurement.waterfall.waits.items():
@@ -58,8 +38,8 @@ def callbacks(measurement: Measurement) -> Iterator[Candidate]:
         if callback:
             hooks_of.setdefault(callback, {})[hook] = seconds
     for callback, hooks in hooks_of.items():
-        build = partial(_callback, measurement, callback, hooks)
-        yield measurement.waterfall.share(sum(hooks.values())), build
+        if measurement.waterfall.share(sum(hooks.values())) >= threshold:
+            yield _callback(measurement, callback, hooks)
 
 
 def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) -> Finding:
@@ -87,29 +67,27 @@ def _callback(measurement: Measurement, callback: str, hooks: dict[str, float]) 
     return Finding("callback", waterfall.share(all_s), evidence, advice, predicted_speedup=prediction)
 
 
-def logging(measurement: Measurement) -> Iterator[Candidate]:
+def logging(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Calls of the loggers, and metrics that are reduced over the ranks in each step."""
     waterfall, metrics, sync_s = measurement.waterfall, measurement.metrics, measurement.metric_sync_s
     seconds = waterfall.wait("logging")
-    if metrics is not None and not waterfall.on_gpu:  # some of it may be the wait for a slower rank
+    if not waterfall.on_gpu:  # some of it may be the wait for a slower rank
         seconds = max(seconds - metrics.seconds, 0.0) + sync_s
-    yield (
-        waterfall.share(seconds),
-        lambda: Finding(
+    if waterfall.share(seconds) >= threshold:
+        yield Finding(
             "logging",
             waterfall.share(seconds),
             per_step(seconds, measurement) | _reduced(measurement, sync_s),
             CAUSES["logging"].cases["metrics"] if 2 * sync_s >= seconds else CAUSES["logging"].advice,
             predicted_speedup=speedup_without(measurement, seconds, measurement.times.phases["logging"]),
-        ),
-    )
+        )
 
 
 def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]:
     metrics, steps = measurement.metrics, measurement.waterfall.steps
-    if metrics is None or not seconds:
+    if not seconds:
         return {}
-    named = {"metric": ", ".join(measurement.metric_names)} if measurement.metric_names else {}
+    named = {"metric": ", ".join(metrics.names)} if metrics.names else {}
     return {
         **named,
         "sync_ms_per_step": round(seconds / steps * 1e3, 3),
@@ -117,16 +95,15 @@ def _reduced(measurement: Measurement, seconds: float) -> dict[str, float | str]
     }
 
 
-def between_steps(measurement: Measurement, restarts: float = 0.0) -> Iterator[Candidate]:
+def between_steps(measurement: Measurement, threshold: float, restarts: float) -> Iterator[Finding]:
     """Validation by its wall time less ``restarts``, the share that is a finding of its own, and checkpoints."""
     waterfall = measurement.waterfall
     checkpoint_s = waterfall.wait("checkpoint")
     validation = waterfall.share(waterfall.validation_s) - restarts
-    yield validation, lambda: _validation(measurement, validation, restarted=restarts > 0)
-    yield (
-        waterfall.share(checkpoint_s),
-        lambda: _checkpoint(measurement, checkpoint_s),
-    )
+    if validation >= threshold:
+        yield _validation(measurement, validation, restarted=restarts > 0)
+    if waterfall.share(checkpoint_s) >= threshold:
+        yield _checkpoint(measurement, checkpoint_s)
 
 
 def _validation(measurement: Measurement, share: float, *, restarted: bool) -> Finding:
@@ -159,10 +136,12 @@ def hyperparameters_note(kept: Sequence[str]) -> str:
     )
 
 
-def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
+def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """The copy of batches to the device."""
     waterfall, pinned, ahead = measurement.waterfall, measurement.loader.pin_memory, measurement.ahead
     seconds = waterfall.wait("transfer")
+    if waterfall.share(seconds) < threshold:
+        return
     gained_s, cases = seconds, CAUSES["host_to_device"].cases
     settings: dict[str, Any] = {}
     evidence: dict[str, float | str] = {}
@@ -172,11 +151,12 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
         evidence["pin_memory"] = str(bool(pinned))
         advice = CAUSES["host_to_device"].advice
         with_workers = " (num_workers=1 or more)" if measurement.loader.num_workers == 0 else ""
-        if ahead is not None and ahead.copies:
+        if ahead.copies:
             work_s = max((waterfall.step_s or 0.0) - seconds / max(waterfall.steps, 1), 0.0)
             too_long = ahead.copy_s / ahead.copies >= work_s
             advice = cases["ahead"] + cases["ahead_too_long" if too_long else "ahead_too_late"]
-            evidence |= _per_copy(ahead)
+            evidence["copy_ms"] = round(ahead.copy_s / ahead.copies * 1e3, 3)
+            evidence["exposed_copy_ms"] = round(ahead.exposed_s / ahead.copies * 1e3, 3)
         elif pinned:
             advice += cases["pinned"].format(with_workers=with_workers)
             # A copy can be hidden behind the rest of the step, no more: (S + C) / max(S, C).
@@ -184,48 +164,41 @@ def host_to_device(measurement: Measurement) -> Iterator[Candidate]:
         else:
             advice += cases["not_pinned"].format(with_workers=with_workers)
             settings = {"pin_memory": True} if pinned is not None else {}
-    yield (
+    yield Finding(
+        "host_to_device",
         waterfall.share(seconds),
-        lambda: Finding(
-            "host_to_device",
-            waterfall.share(seconds),
-            per_step(seconds, measurement) | evidence,
-            advice,
-            settings,
-            speedup_without(measurement, gained_s),
-        ),
+        per_step(seconds, measurement) | evidence,
+        advice,
+        settings,
+        speedup_without(measurement, gained_s),
     )
-
-
-def _per_copy(ahead: AheadCopies) -> dict[str, float | str]:
-    return {
-        "copy_ms": round(ahead.copy_s / ahead.copies * 1e3, 3),
-        "exposed_copy_ms": round(ahead.exposed_s / ahead.copies * 1e3, 3),
-    }
 
 
 def copies_ahead_note(measurement: Measurement) -> str | None:
     """How much of the copies CudaPrefetcher has hidden."""
     ahead = measurement.ahead
-    if ahead is None or not ahead.copies or not measurement.waterfall.on_gpu:
+    if not ahead.copies or not measurement.waterfall.on_gpu:
         return None
     copy_ms, exposed_ms = (seconds / ahead.copies * 1e3 for seconds in (ahead.copy_s, ahead.exposed_s))
     return f"CudaPrefetcher: the copy took {copy_ms:.1f} ms a step, {exposed_ms:.1f} ms of it exposed."
 
 
-def inside_the_step(measurement: Measurement) -> Iterator[Candidate]:
+def inside_the_step(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """The GPU's idle time inside the steps: the host waited for it, or is too slow. Nothing while a look is to come."""
     waterfall = measurement.waterfall
     if not waterfall.on_gpu or measurement.look_pending:
         return
-    build = _launch_bound
-    if _retries_a_step(measurement) >= _OFTEN:
-        build = _waits_for_memory
-    elif _one_full_cpu(measurement):
-        build = _one_cpu
-    yield waterfall.share(waterfall.launch_s), lambda: build(measurement, waterfall)
-    yield waterfall.share(waterfall.sync_s), lambda: _gpu_sync(measurement, waterfall)
-    yield waterfall.share(waterfall.copies_s), lambda: _device_copies(measurement, waterfall)
+    if waterfall.share(waterfall.launch_s) >= threshold:
+        if _retries_a_step(measurement) >= _OFTEN:
+            yield _waits_for_memory(measurement, waterfall)
+        elif _one_full_cpu(measurement):
+            yield _one_cpu(measurement, waterfall)
+        else:
+            yield _launch_bound(measurement, waterfall)
+    if waterfall.share(waterfall.sync_s) >= threshold:
+        yield _gpu_sync(measurement, waterfall)
+    if waterfall.share(waterfall.copies_s) >= threshold:
+        yield _device_copies(measurement, waterfall)
 
 
 def _retries_a_step(measurement: Measurement) -> float:
@@ -313,32 +286,29 @@ def _device_copies(measurement: Measurement, waterfall: Waterfall) -> Finding:
     return replace(finding, share=waterfall.share(seconds))
 
 
-def signal_broadcast(measurement: Measurement) -> Iterator[Candidate]:
+def signal_broadcast(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Lightning's broadcast before each step; on a GPU nothing, since there only the idle time after it counts."""
     waterfall = measurement.waterfall
-    if waterfall.on_gpu:
-        return
     seconds = waterfall.wait(SIGNAL_BROADCAST)
-    yield waterfall.share(seconds), lambda: _signal_broadcast(measurement, seconds)
+    if not waterfall.on_gpu and waterfall.share(seconds) >= threshold:
+        evidence = per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)}
+        yield finding_of("gpu_sync", seconds, measurement, evidence, CAUSES["gpu_sync"].cases["broadcast"])
 
 
-def _signal_broadcast(measurement: Measurement, seconds: float) -> Finding:
-    evidence = per_step(seconds, measurement) | {"where": hook_name(SIGNAL_BROADCAST)}
-    return finding_of("gpu_sync", seconds, measurement, evidence, CAUSES["gpu_sync"].cases["broadcast"])
-
-
-def gpu_throttled(measurement: Measurement) -> Iterator[Candidate]:
+def gpu_throttled(measurement: Measurement, threshold: float) -> Iterator[Finding]:
     """Clocks that are reduced for heat or by the hardware, against the highest that the device has."""
     device = measurement.device
     if device is None or not device.throttled_percent or not device.sm_clock_mhz or not device.sm_clock_mhz_max:
         return
     share = min(max(1 - device.sm_clock_mhz / device.sm_clock_mhz_max, 0.0), device.throttled_percent / 100)
+    if share < threshold:
+        return
     evidence: dict[str, float | str] = {
         "throttled_percent": round(device.throttled_percent, 1),
         "sm_clock_mhz": round(device.sm_clock_mhz),
         "sm_clock_mhz_max": round(device.sm_clock_mhz_max),
     }
-    yield share, lambda: Finding("gpu_throttled", share, evidence, CAUSES["gpu_throttled"].advice)
+    yield Finding("gpu_throttled", share, evidence, CAUSES["gpu_throttled"].advice)
 
 
 def power_cap_note(measurement: Measurement) -> str | None:

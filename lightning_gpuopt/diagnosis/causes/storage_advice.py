@@ -102,7 +102,7 @@ def _cheaper_decoding(cause: str, images: ImageSamples, measurement: Measurement
 def _decodes_in_s(images: ImageSamples, measurement: Measurement) -> float | None:
     """CPU seconds to decode an image; None where unknown: a dataset faster than PIL does not decode with PIL."""
     workers = measurement.workers
-    if workers is None or not workers.batches or not images.batch_size:
+    if not workers.batches or not images.batch_size:
         return None
     sample_s = workers.data_cpu_s / workers.batches / images.batch_size * _MEASURED_TWICE
     if images.fast:
@@ -134,7 +134,7 @@ class _Gain:
     def of(cls, measurement: Measurement, images: ImageSamples, now_s: float, then_s: float) -> _Gain | None:
         """The gain where an image's decoding takes ``then_s`` CPU seconds in place of ``now_s``; None: not measured."""
         workers, host = measurement.workers, measurement.host
-        if workers is None or not workers.batches or not images.batch_size or then_s >= now_s:
+        if not workers.batches or not images.batch_size or then_s >= now_s:
             return None
         service_s = workers.busy_s / workers.batches
         stretch = 1.0  # a worker that queues for a CPU saves its part of the queueing too

@@ -10,7 +10,7 @@ from lightning_gpuopt.diagnosis.causes.epoch import Pause, pause_of
 from lightning_gpuopt.diagnosis.diagnose import diagnose, remarks
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.loader_description import LoaderDescription, LoaderKind
-from lightning_gpuopt.measurements.loading import LoaderFacts
+from lightning_gpuopt.measurements.loading import LoaderFacts, WorkerTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from tests.diagnosis.numbers import IN_PROCESS, times, workers
 
@@ -131,7 +131,7 @@ def test_the_first_batch_of_workers_that_live_on_is_a_finding() -> None:
 @pytest.mark.parametrize("timed", [True, False])
 def test_the_first_batch_of_the_training_process_is_loading(timed: bool) -> None:
     run = measured(IN_PROCESS, 4.0, 3.92, 2.0)
-    run = replace(run, times=replace(run.times, epochs=50, steps=100), workers=run.workers if timed else None)
+    run = replace(run, times=replace(run.times, epochs=50, steps=100), workers=run.workers if timed else WorkerTimes())
     assert diagnose(replace(run, times=replace(run.times, epochs=0)), 0.1) == []
     (finding,) = diagnose(replace(run, times=replace(run.times, steps=50)), 0.1)  # each epoch is one batch
     assert (finding.cause, finding.share) == ("main_process_loading", pytest.approx(0.392))

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.loader import data_findings, explained_s
+from lightning_gpuopt.diagnosis.causes.loader import data_findings, data_shares, explained_s
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts, QueueTimes
@@ -87,11 +87,10 @@ def storage_is_right(found: Finding, of: Measurement) -> bool:
 
 
 def always_ready(found: Finding, of: Measurement) -> bool:
-    return of.queues is not None and of.queues.waits > 80 and number(found, "queue_empty_percent") <= 30
+    return of.queues.waits > 80 and number(found, "queue_empty_percent") <= 30
 
 
 def computes(found: Finding, of: Measurement) -> bool:
-    assert of.workers is not None
     runs = number(found, "worker_cpu_percent", 0.0) + number(found, "worker_queued_percent", 0.0)
     busy = number(found, "workers_busy_percent")
     return of.workers.cpu_s >= of.workers.busy_s / 2 or runs + of.workers.cpu_s / of.workers.busy_s * busy >= busy / 2
@@ -111,7 +110,6 @@ def transform_is_right(found: Finding, of: Measurement) -> bool:
 
 
 def line_is_right(found: Finding, of: Measurement) -> bool:
-    assert of.workers is not None
     assert of.workers.unevenness is not None
     held_up = number(found, "late_batch_wait_percent", 100.0) > 33
     return held_up and of.workers.unevenness >= 1 and number(found, "queue_empty_percent", 0.0) <= 50
@@ -147,7 +145,7 @@ def test_what_is_reported_explains_the_wait() -> None:
         wait_s, explained = of.times.phases["data_wait"], explained_s(of)
         assert math.fsum(explained.values()) == pytest.approx(wait_s)
         assert min(explained.values()) >= 0
-        findings = [build() for _, build in data_findings(of, 0.0)]
+        findings = list(data_findings(of, 0.0))
         assert [each.cause for each in findings] == list(explained)
         assert data_finding(of).cause == findings[0].cause
         assert list(explained.values()) == sorted(explained.values(), reverse=True)
@@ -160,5 +158,6 @@ def test_what_is_reported_explains_the_wait() -> None:
 
 def test_a_part_below_the_threshold_is_no_finding_of_its_own() -> None:
     of = next(of for of in map(measured, SEEDS) if len(list(data_findings(of, 0.0))) > 1)
-    (share, build), *others = data_findings(of, of.times.phases["data_wait"] / WALL_S)
-    assert (build().cause, share, others) == (data_finding(of).cause, data_finding(of).share, [])
+    whole = of.times.phases["data_wait"] / WALL_S
+    assert data_shares(of, whole) == {data_finding(of).cause: data_finding(of).share}
+    assert [each.cause for each in data_findings(of, whole - 1e-9)] == [data_finding(of).cause]

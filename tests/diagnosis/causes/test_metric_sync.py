@@ -15,11 +15,9 @@ from tests.diagnosis.numbers import TWO_WORKERS, gpu, measurement, times
 def find(*syncs_s: float | None, logging_s: float = 3.0, sync_s: float = 3.0, compute_s: float = 0.0) -> list[Any]:
     """Findings of 100 steps in 10 s, of which this rank's logging took so much; others by ms of their steps."""
     ranks = tuple(RankWork(rank, 0.0, compute_s * rank, metric_sync_s=each) for rank, each in enumerate(syncs_s))
-    metrics = MetricSync(200, sync_s)
+    metrics = MetricSync(200, sync_s, ("loss", "accuracy"))
     measured = times(logging=logging_s)
-    return diagnose(
-        measurement(measured, TWO_WORKERS, ranks=ranks, metrics=metrics, metric_names=("loss", "accuracy")), 0.1
-    )
+    return diagnose(measurement(measured, TWO_WORKERS, ranks=ranks, metrics=metrics), 0.1)
 
 
 def test_what_every_rank_waits_for_metrics_is_logging() -> None:
@@ -56,7 +54,7 @@ def test_calls_of_the_loggers_are_logging_beside_it() -> None:
 
 def test_on_cuda_communication_names_the_metrics_reduced_in_the_forward() -> None:
     look = StepLook(3, 0.1, 0.0, 0.0, communication_s=0.03, calls=9, forward_collectives=True)
-    known: dict[str, Any] = {"gradients": GradientSync(), "metrics": MetricSync(100, 9.0), "metric_names": ("loss",)}
+    known: dict[str, Any] = {"gradients": GradientSync(), "metrics": MetricSync(100, 9.0, ("loss",))}
     (finding,) = diagnose(measurement(times(), gpu=gpu(), look=look, **known), 0.1)
     assert (finding.cause, finding.evidence["metric"]) == ("communication", "loss")
     assert "reduce loss once an epoch" in finding.advice

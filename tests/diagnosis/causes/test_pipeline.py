@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_finding
+from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_findings
 from lightning_gpuopt.diagnosis.causes.storage_advice import storage_advice
 from lightning_gpuopt.diagnosis.causes.table import CAUSES
 from lightning_gpuopt.diagnosis.diagnose import diagnose
@@ -34,7 +34,7 @@ def measured(found: Pipelines, activity: Any = None, loader: LoaderFacts = NO_DA
 
 
 def find(found: Pipelines, activity: Any = None, **more: Any) -> Finding:
-    return pipeline_finding(measured(found, activity, **more))
+    return next(pipeline_findings(measured(found, activity, **more), 0.0))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,8 @@ def test_the_bottleneck_is_named(found: Pipelines, activity: Any, bottleneck: st
 def test_the_threads_have_nothing_to_do_in_validation() -> None:
     # 0.07 s a batch on 2 threads: 35 % of the time, 70 % of that outside of validation
     busy = pipelines(decode_cpu_s=0.07, on_gpu=True)
-    finding = pipeline_finding(measurement(times(data_wait=2.0, validation=4.0, checkpoint=1.0), pipelines=busy))
+    run = measurement(times(data_wait=2.0, validation=4.0, checkpoint=1.0), pipelines=busy)
+    (finding,) = pipeline_findings(run, 0.0)
     assert finding.evidence["bottleneck"] == "CPU threads"
     assert finding.evidence["threads_busy_percent"] == 70.0
 
