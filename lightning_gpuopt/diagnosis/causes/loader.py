@@ -287,7 +287,7 @@ def _settings(cause: str, measurement: Measurement) -> dict[str, Any]:
     if workers <= loader.num_workers:
         return {}
     model, now_s = loader_model(measurement), measurement.waterfall.step_s
-    if model is not None and now_s is not None and now_s < (1 + HEADROOM_LEFT) * model.step_s(workers)[1]:
+    if model is not None and now_s is not None and now_s < (1 + HEADROOM_LEFT) * model.pace(workers):
         return {}  # a batch is made faster than it could be handed over, or the CPUs are the limit
     settings: dict[str, Any] = {"num_workers": workers}
     if not loader.persistent_workers:
