@@ -245,7 +245,7 @@ class DetectorSession:
         self._looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
-            self._exchange.end()
+            self._exchange.close(3.0)
         if self._memory_risks is not None:
             self._memory_risks.look_now()
         self.risks.close()

@@ -78,6 +78,31 @@ def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
     assert gather.ready() == [Gathered(0, {0: "first"}), Gathered(1, {0: "second"}), Gathered(2, {0: "third"})]
 
 
+def test_who_fails_to_take_a_window_gets_the_next(monkeypatch):
+    class Answers:
+        def check(self, keys):
+            return True
+
+        def get(self, key):
+            return b"0"
+
+        def delete_key(self, key):
+            taken.append(key)
+
+    taken, windows = [], []
+
+    def arrived(gathered):
+        windows.append(gathered.step)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(rank_channel, "open_store", lambda name: Answers())
+    gather = RankGather("test", 0, 2, arrived)
+    gather.post(1, "a")
+    gather.post(2, "b")
+    gather.close(timeout_s=60.0)
+    assert (windows, taken, gather.problem) == ([1, 2], ["0/1", "1/1"], None)
+
+
 def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
     class Silent:
         def check(self, keys):
