@@ -46,7 +46,6 @@ from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
-from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.steps import StepClock
 from lightning_gpuopt.timeline.windows import Windows
@@ -86,7 +85,7 @@ class DetectorSession:
         self._exchange: RankExchange | None = None
         self._recorder = recorder
         self._memory_risks: MemoryRisks | None = None
-        self.progress = ProgressWatch(trainer, None, None)
+        self.progress = ProgressWatch(trainer)
         self._epoch_seen = 0
         self._changed_after: int | None = None
         self._listeners = listeners
@@ -220,9 +219,7 @@ class DetectorSession:
 
     def watch_progress(self, write: Callable[[float], None]) -> None:
         """Have ``write`` called, on a thread of its own, when nothing progresses for ``hang_timeout`` seconds."""
-        timeout_s = self._options.hang_timeout
-        hang = HangWatch(timeout_s, write) if timeout_s is not None else None
-        self.progress = ProgressWatch(self._trainer, hang, self._recorder)
+        self.progress = ProgressWatch(self._trainer, self._recorder, self._options.hang_timeout, write)
         self._instruments.undo.callback(self.progress.close)
 
     def note(self, text: str) -> None:
