@@ -6,15 +6,15 @@ from dataclasses import asdict
 from typing import Any
 
 from lightning_gpuopt.measurements.ranks import RankWork
-from lightning_gpuopt.utils.rank_channel import RankGather
+from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
 
 class RankExchange:
     """Sends this rank's work to rank 0, which collects that of all ranks; without a collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._gather = RankGather("stall-detector", rank, world_size)
         self._works: dict[int, Any] = {}
+        self._gather = RankGather("stall-detector", rank, world_size, self._arrived)
 
     @property
     def problem(self) -> str | None:
@@ -24,9 +24,10 @@ class RankExchange:
     @property
     def works(self) -> tuple[RankWork, ...]:
         """The work of all ranks, as far as it is known here, in the order of the ranks."""
-        for gathered in self._gather.ready():
-            self._works |= gathered.by_rank
         return tuple(RankWork(**work) for _, work in sorted(self._works.items()) if work is not None)
+
+    def _arrived(self, gathered: Gathered) -> None:
+        self._works = {**self._works, **gathered.by_rank}  # anew: another thread may go through it
 
     def post(self, step: int, work: RankWork | None) -> None:
         """Once a window on each rank: send this rank's work since warm-up (None: none yet)."""

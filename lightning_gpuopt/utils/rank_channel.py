@@ -102,19 +102,15 @@ class Gathered:
 class RankGather(RankChannel):
     """Bring JSON-able figures of all ranks to rank 0.
 
-    Every rank calls :meth:`post` at the same windows in the same order. On one rank this is a list that hands back what
-    was put in; on many, a daemon thread does the talking, and calls ``arrived`` with each complete window in place of
-    :meth:`ready`.
+    Every rank calls :meth:`post` at the same windows in the same order. On rank 0 ``arrived`` is called with each
+    complete window, oldest first: where there is one rank at once, else on the daemon thread that does the talking.
     """
 
-    def __init__(
-        self, name: str, rank: int, world_size: int, arrived: Callable[[Gathered], object] | None = None
-    ) -> None:
+    def __init__(self, name: str, rank: int, world_size: int, arrived: Callable[[Gathered], object]) -> None:
         super().__init__(name, rank, world_size)
-        self._done: deque[Gathered] = deque()
-        self._give = arrived or self._done.append
+        self._arrived = arrived
         self._inbox: queue.SimpleQueue[tuple[int, Any, float] | None] = queue.SimpleQueue()
-        # whether ready() hands out windows here: on rank 0, and on every rank that has no way to the others
+        # whether windows arrive here: on rank 0, and on every rank that has no way to the others
         self.collects = rank == 0 or self._store is None
         if self._store is not None:
             self._start(f"gather-{name}", self._run)
@@ -124,19 +120,10 @@ class RankGather(RankChannel):
         if self._thread is not None:
             self._inbox.put((step, figures, time.monotonic()))
         elif self.collects:
-            self._give(Gathered(step, {self.rank: figures}))
-
-    @property
-    def has_ready(self) -> bool:
-        """Whether :meth:`ready` would give anything."""
-        return bool(self._done)
-
-    def ready(self) -> list[Gathered]:
-        """The windows that are complete since the last call, oldest first; on other ranks than 0 always empty."""
-        return [self._done.popleft() for _ in range(len(self._done))]
+            self._arrived(Gathered(step, {self.rank: figures}))
 
     def close(self, timeout_s: float = 3.0) -> None:
-        """Wait up to ``timeout_s`` for windows under way, then end the thread. What came is still in :meth:`ready`."""
+        """Wait up to ``timeout_s`` for windows under way, then end the thread."""
         if self._thread is None:
             return
         self._inbox.put(None)
@@ -156,7 +143,7 @@ class RankGather(RankChannel):
             patience_s = since_s + _PATIENCE_S - time.monotonic()
             others = self.hear(str(number), patience_s, _POLL_S, forget=True)
             try:
-                self._give(Gathered(step, {0: figures, **others}))
+                self._arrived(Gathered(step, {0: figures, **others}))
             except Exception:
                 log.debug("nobody takes what the ranks have posted", exc_info=True)
 

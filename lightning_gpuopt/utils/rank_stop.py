@@ -95,11 +95,13 @@ class RankStop(RankChannel):
             return self._promised
 
     def _run(self) -> None:
-        if self.rank:
-            self._follow()
-        else:
-            self._lead()
-        self._settled.set()
+        try:
+            if self.rank:
+                self._follow()
+            else:
+                self._lead()
+        finally:
+            self._settled.set()
 
     def _lead(self) -> None:
         self._asked.wait()

@@ -6,6 +6,7 @@ A rank that does not take part, as one that runs without us, so makes nobody wai
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Final
 
 from lightning_gpuopt.utils.rank_channel import RankChannel
@@ -32,18 +33,31 @@ class NodeRanks(RankChannel):
         return largest
 
 
+class _Voters(RankChannel):
+    def all_of(self, key: str, patience_s: float) -> dict[int, Any]:
+        """What others have said, or nothing where one is silent; in time though the store's host may not answer.
+
+        Other threads cannot use the store meanwhile.
+        """
+        try:
+            self._store.wait([f"{key}/{each}" for each in self._others], timedelta(seconds=patience_s))
+        except Exception:
+            return {}
+        return self.hear(key)
+
+
 def all_said(mine: Any, name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> list[Any] | None:
     """What each rank says, by rank; all call it at about the same time, with one ``name``, and get the same answer.
 
     None where a rank was silent for ``patience_s`` seconds, or the ranks have no store, as with MPI.
     """
-    ranks = RankChannel(name, rank, world_size)
+    ranks = _Voters(name, rank, world_size)
     answer: list[Any] | None
     if rank:
         ranks.say("mine", mine)
-        answer = ranks.hear("all", 2 * patience_s).get(0)
+        answer = ranks.all_of("all", 2 * patience_s).get(0)
     else:
-        said = {0: mine, **ranks.hear("mine", patience_s)}
+        said = {0: mine, **ranks.all_of("mine", patience_s)}
         answer = [said[each] for each in range(world_size)] if len(said) == world_size else None
         ranks.say("all", answer)
     return answer if ranks.problem is None else None
@@ -55,11 +69,11 @@ def leave_together(name: str, rank: int, world_size: int, patience_s: float = PA
     Lightning's launcher runs in rank 0: it kills all processes where another one ends with an error before. Rank 0
     waits ``patience_s`` seconds for the others; those wait twice as long.
     """
-    ranks = RankChannel(name, rank, world_size)
+    ranks = _Voters(name, rank, world_size)
     if rank:
         ranks.say("here", "")
-        if ranks.hear("ends", 2 * patience_s):
-            ranks.hear("has ended", _LAST_S)  # nobody says it: the store goes with rank 0
+        if ranks.all_of("ends", 2 * patience_s):
+            ranks.all_of("has ended", _LAST_S)  # nobody says it: the store goes with rank 0
     else:
-        ranks.hear("here", patience_s)
+        ranks.all_of("here", patience_s)
         ranks.say("ends", "")

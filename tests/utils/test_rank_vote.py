@@ -36,6 +36,26 @@ def test_without_rank_0(store):
     assert all_said("a", "x", 1, 2, patience_s=0.01) is None
 
 
+def test_a_host_that_does_not_answer_is_asked_with_a_limit_alone(monkeypatch):
+    class Stopped:
+        def set(self, key, word):
+            """It goes into the connection."""
+
+        def wait(self, keys, limit):
+            asked.append(limit.total_seconds())
+            raise RuntimeError("wait timeout")
+
+        def check(self, keys):
+            asked.append("for ever")
+
+    asked = []
+    monkeypatch.setattr(rank_channel, "open_store", lambda name: Stopped())
+    assert [all_said("a", "x", rank, 2, 3.0) for rank in (0, 1)] == [None, None]
+    for rank in (0, 1):
+        leave_together("x", rank, 2, 4.0)
+    assert asked == [3.0, 6.0, 4.0, 8.0]
+
+
 def test_one_rank_and_no_store(monkeypatch):
     assert all_said("a", "x", 0, 1) == ["a"]
     monkeypatch.setattr(rank_channel, "open_store", lambda name: None)
