@@ -34,17 +34,16 @@ class RankStop(RankChannel):
         self._stop_at: int | None = None
         self._why: str | None = None
         self._ended = False
-        self._asked = threading.Event()
         self._settled = threading.Event()
-        if self._store is not None:
-            self._start(f"stop-{name}", self._run)
+        self._name = f"stop-{name}"
+        if rank and self._store is not None:
+            self._start(self._name, self._follow)
 
     def ask(self, why: str) -> None:
         """On rank 0: have all ranks stop soon, and say why; never waits. Only the first time counts."""
         if self._why is None:
-            self._why = why
-            self._promise()
-            self._asked.set()
+            self._why, promised = why, self._promise()
+            self._start(self._name, lambda: self._lead(why, promised))
 
     def step_done(self, step: int) -> str | None:
         """Why to stop after this step, counted alike on every rank, or None.
@@ -81,10 +80,8 @@ class RankStop(RankChannel):
         """End the thread; other ranks wait for this one no longer."""
         if self.rank:  # rank 0 still decides what it was asked
             self._closing.set()
-        self._asked.set()
-        if self._thread is None:
-            return
-        self._thread.join(_LOOK_EVERY_S + 1.0)
+        if self._thread is not None:
+            self._thread.join(_LOOK_EVERY_S + 1.0)
         if not self._ended:
             for key in (_ASKED, _DECIDED, _ENDED) if self.rank else (_ENDED,):
                 self.say(key, 0 if self.rank else None)
@@ -94,30 +91,23 @@ class RankStop(RankChannel):
             self._promised = self._step + 1
             return self._promised
 
-    def _run(self) -> None:
+    def _lead(self, why: str, promised: int) -> None:
         try:
-            if self.rank:
-                self._follow()
-            else:
-                self._lead()
+            self.say(_ASKED, "")
+            at = max([promised, *self.hear(_ASKED, _PATIENCE_S).values()])
+            self.say(_DECIDED, [at, why])
+            self.hear(_DECIDED, _PATIENCE_S)  # this rank may be the store's host, and about to end
+            if self.problem is None:
+                self._stop_at = at
         finally:
             self._settled.set()
 
-    def _lead(self) -> None:
-        self._asked.wait()
-        if self._why is None or self._promised is None:
-            return
-        self.say(_ASKED, "")
-        at = max([self._promised, *self.hear(_ASKED, _PATIENCE_S).values()])
-        self.say(_DECIDED, [at, self._why])
-        self.hear(_DECIDED, _PATIENCE_S)  # this rank may be the store's host, and about to end
-        if self.problem is None:
-            self._stop_at = at
-
     def _follow(self) -> None:
-        if not self.hear(_ASKED, math.inf, _LOOK_EVERY_S):
-            return
-        self.say(_ASKED, self._promise())
-        if decided := self.hear(_DECIDED, math.inf):
-            self._stop_at, self._why = decided[0]
-            self.say(_DECIDED, "")
+        try:
+            if self.hear(_ASKED, math.inf, _LOOK_EVERY_S):
+                self.say(_ASKED, self._promise())
+                if decided := self.hear(_DECIDED, math.inf):
+                    self._stop_at, self._why = decided[0]
+                    self.say(_DECIDED, "")
+        finally:
+            self._settled.set()
