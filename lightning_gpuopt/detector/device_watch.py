@@ -16,7 +16,8 @@ from lightning_gpuopt.telemetry.cuda import choose_current
 from lightning_gpuopt.telemetry.nvml_sources import NEIGHBOUR
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.window import Stat
-from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock, HostWork
+from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock
+from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.utils.cuda_events import new_event
 
 _READ_EVERY_S: Final = 0.25
@@ -40,7 +41,7 @@ class DeviceWatch:
     def __init__(
         self,
         device: torch.device,
-        host: HostWork,
+        host: Timeline,
         *,
         forward: bool = False,
         links: bool = False,

@@ -9,30 +9,21 @@ from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
 
-class RankExchange:
+class RankExchange(RankGather):
     """Sends this rank's work to rank 0, which collects that of all ranks; without a collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._works: dict[int, Any] = {}
-        self._gather = RankGather("stall-detector", rank, world_size, self._arrived)
-
-    @property
-    def problem(self) -> str | None:
-        """Why nothing can be sent; None where it can."""
-        return self._gather.problem
+        super().__init__("stall-detector", rank, world_size, self._collect)
 
     @property
     def works(self) -> tuple[RankWork, ...]:
         """The work of all ranks, as far as it is known here, in the order of the ranks."""
         return tuple(RankWork(**work) for _, work in sorted(self._works.items()) if work is not None)
 
-    def _arrived(self, gathered: Gathered) -> None:
-        self._works = {**self._works, **gathered.by_rank}  # anew: another thread may go through it
-
-    def post(self, step: int, work: RankWork | None) -> None:
+    def send(self, step: int, work: RankWork | None) -> None:
         """Once a window on each rank: send this rank's work since warm-up (None: none yet)."""
-        self._gather.post(step, asdict(work) if work is not None else None)
+        self.post(step, asdict(work) if work is not None else None)
 
-    def close(self, patience_s: float = 1.0) -> None:
-        """Wait ``patience_s`` seconds for the other ranks' last figures, and send and receive no more."""
-        self._gather.close(patience_s)
+    def _collect(self, gathered: Gathered) -> None:
+        self._works = {**self._works, **gathered.by_rank}  # anew: another thread may go through it

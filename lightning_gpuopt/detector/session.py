@@ -136,7 +136,7 @@ class DetectorSession:
         placed.undo.callback(self._looks.close)
         if trainer.world_size > 1:
             self._exchange = RankExchange(trainer.global_rank, trainer.world_size)
-            placed.undo.callback(self._exchange.close)
+            placed.undo.callback(self._exchange.close, 1.0)
         if trainer.is_global_zero:  # who reports
             self._looks.stacks = StackSampling(self.timeline, self.loader)
         placed.place(self.timeline)
@@ -242,7 +242,7 @@ class DetectorSession:
         self._looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
-            self._exchange.close(3.0)
+            self._exchange.close()
         if self._memory_risks is not None:
             self._memory_risks.look_now()
         self.risks.close()
@@ -449,7 +449,7 @@ class DetectorSession:
         """Send this rank's work since warm-up on its way to rank 0."""
         if self._exchange is not None:
             work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
-            self._exchange.post(self.timeline.steps, work)
+            self._exchange.send(self.timeline.steps, work)
 
     @property
     def _ranks(self) -> tuple[RankWork, ...]:

@@ -20,6 +20,7 @@ from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.phases import PHASES, SIGNAL_BROADCAST
 from lightning_gpuopt.timeline.activity import ActivitySpan
 from lightning_gpuopt.timeline.observer import StepObserver
+from lightning_gpuopt.timeline.phases import Timeline
 
 _MAX_UNREAD: Final = 8192  # events that the GPU has not reached yet; while there are so many, no new ones are recorded
 _READS: Final = 24  # events read at one call: more than a step has, so that a backlog is worked off little by little
@@ -47,37 +48,6 @@ class Event(Protocol):
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to ``end``."""
-
-
-class PauseKinds(Protocol):
-    """What we use of :class:`~lightning_gpuopt.timeline.pause_slots.PauseSlots`."""
-
-    kinds: dict[int, str]
-
-
-class HostWork(Protocol):
-    """What we use of :class:`~lightning_gpuopt.timeline.phases.Timeline`."""
-
-    @property
-    def last_ns(self) -> int:
-        """When the host's last action began or ended."""
-
-    def take_host_work(self) -> list[int]:
-        """What the host has done since the last call: slot, when it ended, slot, when it ended ..."""
-
-    @property
-    def clock_ns(self) -> Callable[[], int]:
-        """Its clock, in nanoseconds."""
-
-    def cut(self, at_ns: int) -> None:
-        """Let what the host does right now end at this moment, and go on."""
-
-    def name_of(self, slot: int) -> str:
-        """What a slot stands for."""
-
-    @property
-    def pauses(self) -> PauseKinds:
-        """Slots of what stops the host from outside."""
 
 
 _CUTS: Final = 16  # waits between two steps at which an event is recorded: a hook may read a thousand values
@@ -108,7 +78,7 @@ class GpuClock(StepObserver):
     clock. ``snapshot`` is None until the GPU has done the steps that :meth:`take_snapshot` was given.
     """
 
-    def __init__(self, new_event: Callable[[], Event], host: HostWork, *, forward: bool = False) -> None:
+    def __init__(self, new_event: Callable[[], Event], host: Timeline, *, forward: bool = False) -> None:
         self.spans: list[ActivitySpan] | None = None
         self.snapshot: GpuTimes | None = None
         self._snapshot_after: int | None = None

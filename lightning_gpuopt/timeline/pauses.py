@@ -13,11 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from lightning_gpuopt.compat import dynamo
 from lightning_gpuopt.measurements.host import Collections, Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
+from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.syncs import place_of
 
 log = logging.getLogger(__name__)
@@ -30,29 +31,10 @@ _VERSION: Final = re.compile(r"^\d+/\d+: ")
 _COMMENT: Final = re.compile(r"\s+#.*", re.DOTALL)
 
 
-class PausedTimeline(Protocol):
-    """What we use of :class:`~lightning_gpuopt.timeline.phases.Timeline`."""
-
-    @property
-    def thread(self) -> int:
-        """Identifier of the thread that is measured."""
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether that thread is in the backward pass."""
-
-    @property
-    def steps(self) -> int:
-        """Training batches finished."""
-
-    def pause(self, kind: str, begun_ns: int, ended_ns: int) -> bool:
-        """Set aside time in which something stopped the thread; False where it is no part of a step."""
-
-
 class PauseWatch:
     """Times garbage collections and compilations that stop a timeline's thread; ``notes`` say what is unwatched."""
 
-    def __init__(self, timeline: PausedTimeline, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+    def __init__(self, timeline: Timeline, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self.notes: list[str] = []
         self._timeline = timeline
         self._clock_ns = clock_ns

@@ -21,8 +21,9 @@ from lightning_gpuopt.measurements.phases import (
     PhaseTimes,
 )
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY, phase_of
+from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
-from lightning_gpuopt.timeline.slot_clock import Ranges, SlotClock
+from lightning_gpuopt.timeline.slot_clock import SlotClock
 from lightning_gpuopt.timeline.spans import (
     BatchHookSpan,
     BatchSpan,
@@ -94,7 +95,7 @@ class Timeline(SlotClock):
         observer: StepObserver | None = None,
         silent: Callable[[str], bool] = lambda action: False,
         detailed: bool = False,
-        ranges: Ranges | None = None,
+        ranges: NvtxRanges | None = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         super().__init__(observer or StepObserver(), ranges, clock_ns, detailed=detailed)

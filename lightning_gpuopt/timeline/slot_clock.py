@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, MutableSequence
 from contextlib import AbstractContextManager
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from lightning_gpuopt.measurements.phases import BETWEEN_STEPS, FIRST_FETCH, PHASES, SIGNAL_BROADCAST
+from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.pause_slots import PauseSlots
 
 EPOCH_SETUP: Final = PHASES.index("epoch_setup")
-
-
-class Ranges(Protocol):
-    """Marks what the training thread does, for a tool that looks from outside."""
-
-    def push(self, name: str) -> object:
-        """Something begins."""
-
-    def pop(self) -> object:
-        """What has begun last ends."""
 
 
 class SlotClock:
@@ -69,7 +60,7 @@ class SlotClock:
     )
 
     def __init__(
-        self, observer: StepObserver, ranges: Ranges | None, clock_ns: Callable[[], int], *, detailed: bool
+        self, observer: StepObserver, ranges: NvtxRanges | None, clock_ns: Callable[[], int], *, detailed: bool
     ) -> None:
         self.clock_ns = clock_ns
         self._observer = observer
