@@ -51,7 +51,6 @@ class ProgressWatch:
         self._recorder = recorder
         self._write = write
         self._clock = clock
-        self._last_s = clock()
         self._reported_stall_s: float | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -65,6 +64,7 @@ class ProgressWatch:
         if recorder is not None:
             recorder.progress(SETS_UP)
             recorder.hangs_after(self.timeout_s if timeout_s is not None else None)
+        self._last_s = clock()  # here and below the last of all: what is a hang by it is then one in the ring, too
         if timeout_s is not None:
             self._thread = threading.Thread(target=self._run, name="gpuopt-hang", daemon=True)
             self._thread.start()
@@ -73,7 +73,7 @@ class ProgressWatch:
         """A training batch was finished."""
         if self._recorder is not None:
             self._recorder.step_done()
-        self._last_s = self._clock()  # last: what is called a hang here is then one in the ring, too
+        self._last_s = self._clock()
 
     def done(self, then: Doing) -> None:
         """Something else was finished; ``then`` is done now."""
