@@ -195,8 +195,9 @@ def gathered(size: Size, name: str, payload: Any) -> dict[str, Any]:
     command = [sys.executable, "-c", _OTHERS, str(server.port), str(size.ranks), str(size.gathered), prefix, text]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     kept, rank_channel.open_store = rank_channel.open_store, lambda name: dist.PrefixStore(prefix, server)
+    windows: list[rank_channel.Gathered] = []
     try:
-        gather = rank_channel.RankGather(name, 0, size.ranks)
+        gather = rank_channel.RankGather(name, 0, size.ranks, windows.append)
     finally:
         rank_channel.open_store = kept
     threads = {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
@@ -205,9 +206,7 @@ def gathered(size: Size, name: str, payload: Any) -> dict[str, Any]:
     begin = time.perf_counter()
     for window in range(size.gathered):
         gather.post(window, payload)
-    windows: list[rank_channel.Gathered] = []
     while len(windows) < size.gathered:
-        windows += gather.ready()
         time.sleep(0.001)
     seconds = time.perf_counter() - begin
     cpu = {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}

@@ -1,99 +1,166 @@
-"""What has been finished in a ``fit``, shown to who watches for hangs and to the flight recorder."""
+"""What has been finished in a ``fit``: shown to the flight recorder, and watched for hangs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from functools import update_wrapper
+import faulthandler
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from datetime import datetime, timezone
+from functools import partial, update_wrapper
 from pathlib import Path
-from typing import Any
-
-from typing_extensions import override
+from typing import Any, Final
 
 from lightning_gpuopt.compat.lightning import Trainer, shadow
 from lightning_gpuopt.measurements.flight import SETS_UP, Doing
 from lightning_gpuopt.recorder.flight import FlightRecorder
-from lightning_gpuopt.timeline.hang import HangWatch, write_state
+from lightning_gpuopt.recorder.stacks import wait_of
 from lightning_gpuopt.utils.replacement import Replacement
+
+log = logging.getLogger(__name__)
+
+_STATES: Final = {
+    "R": "runs",
+    "S": "sleeps",
+    "D": "waits for a disk or network, and cannot be interrupted",
+    "T": "is stopped",
+    "t": "is stopped by a debugger",
+    "Z": "has died",
+    "X": "has died",
+}
 
 
 class ProgressWatch:
-    """Passes on what begins and is finished, to ``hang`` last: what it calls a hang is then one in the ring, too."""
+    """Passes on to the recorder what begins and is finished, and notices when nothing is for ``timeout_s`` seconds.
 
-    def __init__(self, trainer: Trainer, hang: HangWatch | None, recorder: FlightRecorder | None) -> None:
-        self._hang = hang
+    ``write`` is called, on a thread of its own, when such a hang begins, with the seconds since the last progress.
+    Nothing is ever ended.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        recorder: FlightRecorder | None = None,
+        timeout_s: float | None = None,
+        write: Callable[[float], None] = lambda quiet_s: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._recorder = recorder
-        self._show_progress: Callable[[], None] = lambda: None
-        save = trainer.save_checkpoint
-        self._undo = (
-            shadow(trainer, "save_checkpoint", _Save(save, self)) if hang is not None or recorder is not None else None
-        )
+        self._write = write
+        self._clock = clock
+        self._reported_stall_s: float | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._undo: Callable[[], None] = lambda: None
+        if recorder is not None or timeout_s is not None:
+            save = trainer.save_checkpoint
+            saved = update_wrapper(Replacement(save, partial(self._save, save)), save)
+            self._undo = shadow(trainer, "save_checkpoint", saved)
+        # cut to what a thread can wait for: some 292 years
+        self.timeout_s = threading.TIMEOUT_MAX if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
         if recorder is not None:
             recorder.progress(SETS_UP)
-            recorder.hangs_after(hang.timeout_s if hang is not None else None)
-        if hang is not None:
-            self._show_progress = hang.progress
-            hang.start()
+            recorder.hangs_after(self.timeout_s if timeout_s is not None else None)
+        self._last_s = clock()  # here and below the last of all: what is a hang by it is then one in the ring, too
+        if timeout_s is not None:
+            self._thread = threading.Thread(target=self._run, name="gpuopt-hang", daemon=True)
+            self._thread.start()
 
     def step_done(self) -> None:
         """A training batch was finished."""
         if self._recorder is not None:
             self._recorder.step_done()
-        self._show_progress()
+        self._last_s = self._clock()
 
     def done(self, then: Doing) -> None:
         """Something else was finished; ``then`` is done now."""
         if self._recorder is not None:
             self._recorder.progress(then)
-        self._show_progress()
+        self._last_s = self._clock()
 
     def begins(self, doing: Doing) -> None:
         """Something begins that is timed from its own beginning."""
         if self._recorder is not None:
             self._recorder.begins(doing)
-        self._show_progress()
+        self._last_s = self._clock()
 
-    def save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Save a checkpoint."""
-        with ExitStack() as around:
-            around.callback(self._show_progress)
-            if self._recorder is not None:
-                around.enter_context(self._recorder.saving())
-            self._show_progress()
-            return save(*args, **kwargs)
+        try:
+            with self._recorder.saving() if self._recorder is not None else nullcontext():
+                self._last_s = self._clock()
+                return save(*args, **kwargs)
+        finally:
+            self._last_s = self._clock()
 
     def close(self) -> None:
-        """Leave the Trainer as it was."""
-        if self._undo is not None:
-            self._undo()
-        if self._hang is not None:
-            self._hang.stop()
+        """Leave the Trainer as it was, and end the thread."""
+        self._undo()
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=3.0)
+            self._thread = None
         if self._recorder is not None:
             self._recorder.hangs_after(None)
 
+    def look(self) -> float:
+        """Write if a hang has begun; returns the seconds until the next look is worth while."""
+        last_s = self._last_s
+        quiet_s = self._clock() - last_s
+        if quiet_s < self.timeout_s:
+            return self.timeout_s - quiet_s
+        if self._reported_stall_s != last_s:
+            self._reported_stall_s = last_s
+            try:
+                self._write(quiet_s)
+            except Exception:
+                log.warning("the state of the hang could not be written", exc_info=True)
+        return self.timeout_s
 
-class _Save(Replacement):
-    def __init__(self, function: Callable[..., Any], watch: ProgressWatch) -> None:
-        super().__init__(function)
-        self._watch = watch
-        update_wrapper(self, function)
-
-    @override
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._watch.save(self._original, *args, **kwargs)
+    def _run(self) -> None:
+        wait_s = self.timeout_s
+        while not self._stop.wait(wait_s):
+            wait_s = self.look()
 
 
 def write_hang(
-    folder: Path, rank: int, quiet_s: float, workers: list[tuple[int, str]], recorder: FlightRecorder | None
+    folder: Path, rank: int, quiet_s: float, workers: Sequence[tuple[int, str]], recorder: FlightRecorder | None
 ) -> Path:
-    """Write the state of this process and its workers, and return the file.
+    """Write the stacks of this process's threads and the state of its workers, and return the file.
 
     ``quiet_s`` are seconds since the last progress; ``workers`` are a process id and, in words, what it does. The
-    recorder has workers write their own stacks, and its file say so.
+    recorder has workers write their own stacks, and its file say so. The file appears when all of it is written: who
+    waits for it reads no half of it.
     """
     if recorder is not None:
         recorder.hang_begins()
+    folder.mkdir(parents=True, exist_ok=True)
     number = 1 + len(list(folder.glob(f"hang-rank{rank}-*.txt")))
     path = folder / f"hang-rank{rank}-{number}.txt"
-    write_state(path, quiet_s, workers, recorder.stacks_of_workers() if recorder is not None else {})
+    under_way = path.with_name(f"{path.name}.part")
+    stacks = recorder.stacks_of_workers() if recorder is not None else {}
+    with under_way.open("w", encoding="utf-8") as file:
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        file.write(f"{now}: process {os.getpid()} has made no progress for {quiet_s:.1f} s\n\n")
+        file.write(f"Workers of the training loader: {len(workers) or 'none'}\n")
+        for pid, doing in workers:
+            file.write(f"  {pid}: {_state(pid)}; {doing}\n")
+        file.write("\nStacks of this process, innermost call first:\n\n")
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        for pid, text in stacks.items():
+            file.write(f"\nStacks of process {pid}, innermost call first:\n\n{text}")
+    under_way.replace(path)
     return path
+
+
+def _state(pid: int) -> str:
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "is gone"
+    place = wait_of(pid)
+    return _STATES.get(letter, f"is in state {letter}") + (f" in {place}" if place else "")

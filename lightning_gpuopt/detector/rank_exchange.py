@@ -10,15 +10,15 @@ from typing_extensions import override
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.ranks import RankWork
 from lightning_gpuopt.timeline.probe import Probe
-from lightning_gpuopt.utils.rank_channel import RankGather
+from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
 
 class RankExchange(Probe):
     """Sends this rank's work to rank 0, which collects that of all ranks; without a collective."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        self._gather = RankGather("stall-detector", rank, world_size)
-        self._works: dict[int, RankWork] = {}
+        self._works: dict[int, Any] = {}
+        self._gather = RankGather("stall-detector", rank, world_size, self._collect)
 
     @property
     @override
@@ -28,32 +28,19 @@ class RankExchange(Probe):
 
     @override
     def known(self) -> dict[str, Any]:
-        return {"ranks": tuple(self._works[rank] for rank in sorted(self._works))}
+        return {"ranks": tuple(RankWork(**work) for _, work in sorted(self._works.items()) if work is not None)}
 
-    def post(self, step: int, work: RankWork | None) -> None:
-        """Once a window on each rank: send this rank's work since warm-up (None: none yet), and take in what came."""
+    def send(self, step: int, work: RankWork | None) -> None:
+        """Once a window on each rank: send this rank's work since warm-up (None: none yet)."""
         self._gather.post(step, asdict(work) if work is not None else None)
-        self._take_in()
-
-    def end(self) -> None:
-        """After training: wait a few seconds for the other ranks' last figures."""
-        self.close(3.0)
-        self._take_in()
 
     @override
     def close(self, patience_s: float = 1.0) -> None:
-        """Send and receive no more."""
+        """Wait so long for the other ranks' last figures, then send and receive no more."""
         self._gather.close(patience_s)
 
-    def _take_in(self) -> None:
-        if not self._gather.collects:
-            return
-        for gathered in self._gather.ready():
-            for rank, work in gathered.by_rank.items():
-                if work is not None:
-                    self._works[rank] = RankWork(**work)
-                else:
-                    self._works.pop(rank, None)
+    def _collect(self, gathered: Gathered) -> None:
+        self._works = {**self._works, **gathered.by_rank}  # anew: another thread may go through it
 
 
 def work_of(rank: int, measurement: Measurement, *, forward: bool) -> RankWork | None:

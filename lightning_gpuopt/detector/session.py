@@ -46,7 +46,6 @@ from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
-from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.pauses import PauseWatch
 from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.timeline.steps import StepClock
@@ -88,7 +87,7 @@ class DetectorSession:
         self._exchange: RankExchange | None = None
         self._recorder = recorder
         self._memory_risks: MemoryRisks | None = None
-        self.progress = ProgressWatch(trainer, None, None)
+        self.progress = ProgressWatch(trainer)
         self._epoch_seen = 0
         self._changed_after: int | None = None
         self._listeners = listeners
@@ -203,9 +202,7 @@ class DetectorSession:
 
     def watch_progress(self, write: Callable[[float], None]) -> None:
         """Have ``write`` called, on a thread of its own, when nothing progresses for ``hang_timeout`` seconds."""
-        timeout_s = self._options.hang_timeout
-        hang = HangWatch(timeout_s, write) if timeout_s is not None else None
-        self.progress = ProgressWatch(self._trainer, hang, self._recorder)
+        self.progress = ProgressWatch(self._trainer, self._recorder, self._options.hang_timeout, write)
         self._instruments.undo.callback(self.progress.close)
 
     def note(self, text: str) -> None:
@@ -228,7 +225,7 @@ class DetectorSession:
         self._looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
-            self._exchange.end()
+            self._exchange.close(3.0)
         if self._memory_risks is not None:
             self._memory_risks.look_now()
         self.risks.close()
@@ -419,7 +416,7 @@ class DetectorSession:
         """Send this rank's work since warm-up on its way to rank 0."""
         if self._exchange is not None:
             work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
-            self._exchange.post(self.timeline.steps, work)
+            self._exchange.send(self.timeline.steps, work)
 
     def log_window(self, trainer: Trainer, measured: Measurement) -> None:
         """Send a window's figures to every logger."""

@@ -98,7 +98,6 @@ class FlightRecorder:
         self._name_of: Callable[[int], str] = (_FETCHES, stage).__getitem__
         self._named = 0
         self._owners: Sequence[object] = ()
-        self._words: dict[str, str] = {}
         self._signalled = False
         self._stop, self._due = threading.Event(), threading.Event()
         host, pid, rank = socket.gethostname(), os.getpid(), trainer.global_rank
@@ -224,7 +223,7 @@ class FlightRecorder:
         """
         self._owners = owners
         self._name_slots(timeline)
-        self._write("slots", "\n".join(self._slots.values()))  # it may end before the next beat
+        self._ring.show("slots", "\n".join(self._slots.values()))  # it may end before the next beat
         self._name_of = timeline.name_of
         self._timeline = timeline  # from here on the recorder's thread names them
         self._numbers[_SLOT] = timeline.shown[0]
@@ -298,13 +297,13 @@ class FlightRecorder:
         frame = innermost_frames().get(self._main)
         reads = is_in_loader(frame)
         if place := place_of(frame):  # while it waits for a batch, its last one stays
-            self._write("place", place)
+            self._ring.show("place", place)
         if (timeline := self._timeline) is not None:
             self._name_slots(timeline)
         if place and slot == self._numbers[_SLOT] >= 0:
             key = slot if not reads else reading_in(slot)
             self._slots[key] = slot_line(key, self._name_of(slot), place)
-        self._write("slots", "\n".join(self._slots.values()))
+        self._ring.show("slots", "\n".join(self._slots.values()))
         each_second = self._beats % _BEATS_A_SECOND == 0
         kind = "validation" if self._numbers[_DOING] == _VALIDATES else "train"
         self._numbers[AT["turn"]] = self._workers.turn(kind, look_for_new=each_second) if reads else 0
@@ -332,11 +331,6 @@ class FlightRecorder:
     def _write_file(self) -> None:
         if self._files is not None:
             self._files.write()
-
-    def _write(self, name: str, word: str) -> None:
-        if self._words.get(name) != word:
-            self._words[name] = word
-            self._ring.write(name, word)
 
     def stacks_of_workers(self) -> dict[int, str]:
         """The stacks of the workers that run, by process id; they write them, without being disturbed otherwise."""

@@ -82,7 +82,6 @@ class MemoryLog:
         self._files = files or MemoryFiles()
         self._clock = clock
         self._newest: dict[int, PrivateMemory] = {}
-        self._leak = ""
         self._least_free, self._most_files = math.inf, 0
         self._offset_s = time.time() - clock()
         self.rank = Series()
@@ -122,9 +121,7 @@ class MemoryLog:
 
     def note_leak(self, leak: str) -> None:
         """Note what grows in the training process, for people; empty: nothing is known to."""
-        if leak != self._leak:
-            self._leak = leak
-            self._board.rank.write("leak", leak)
+        self._board.rank.show("leak", leak)
 
     def _own(self, now_s: float) -> MemoryReading:
         files = self._files

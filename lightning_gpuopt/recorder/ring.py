@@ -78,10 +78,12 @@ class Ring:
         self.numbers = memory[8 : 8 + 8 * len(_NUMBERS)].cast("q")
         self._log_bytes = len(memory) - header_bytes
         self._logging = threading.Lock()
+        self._shown: dict[str, str] = {}
 
     def begin(self, words: dict[str, str], **numbers: int) -> None:
         """Begin anew, for a process whose earlier log, if there is one, is kept no longer."""
         self._memory[:8] = bytes(8)  # no reader takes it while it is half
+        self._shown.clear()
         own = self.numbers
         for at in range(len(_NUMBERS)):
             own[at] = 0
@@ -98,6 +100,12 @@ class Ring:
         at, most = _WORDS[name]
         text = word.encode(errors="replace")[: most - 1]
         self._memory[at : at + len(text) + 1] = text + b"\0"
+
+    def show(self, name: str, word: str) -> None:
+        """The same, where it is another one than was shown last."""
+        if self._shown.get(name) != word:
+            self._shown[name] = word
+            self.write(name, word)
 
     def log(self, event: str, **known: Any) -> None:
         """Add a line of what JSON can hold; the oldest go where there is no more room."""

@@ -143,7 +143,6 @@ class Beat(threading.Thread):
         super().__init__(name="gpuopt-recorder", daemon=True)
         self._ring = ring
         self._main = thread
-        self._place = ""
         self._owners: dict[str, object] = {type(each).__name__: each for each in nested(dataset)}
         self._growing: Growing | None = None
         self._files = MemoryFiles()
@@ -187,10 +186,8 @@ class Beat(threading.Thread):
         if self._stacks is not None and numbers[AT["asked"]] != self._answered:
             self._answered = numbers[AT["asked"]]
             self._stacks.write(self._main)
-        place = place_of(innermost_frames().get(self._main))
-        if place and place != self._place:
-            self._place = place
-            self._ring.write("place", place)
+        if place := place_of(innermost_frames().get(self._main)):
+            self._ring.show("place", place)
         self._beats += 1
         if self._beats > len(_FIRST_BEATS_S) and self._beats % _LOOK_EVERY == 1:
             self._look_at_memory()

@@ -5,6 +5,7 @@ Read on a thread of ours. What cannot be read is absent.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class MemoryFiles:
 
     def cgroup(self) -> CgroupMemory:
         """Our cgroup, or the one of its parents that limits it most; without a limit, our own figures."""
-        known = [each for group in self._groups if (each := _read(group, self._no_limit)) is not None]
+        known = [each for group in self._groups if (each := read_group(group, self._no_limit)) is not None]
         limited = [each for each in known if each.limit is not None]
         if limited:
             return min(limited, key=lambda each: (each.limit or 0) - (each.current or 0) + (each.cache or 0))
@@ -118,7 +119,8 @@ class MemoryFiles:
         return entries(f"{self._proc}/{pid}/fd"), None if soft == resource.RLIM_INFINITY else soft
 
 
-def _read(group: Path, no_limit: int) -> CgroupMemory | None:
+def read_group(group: Path, no_limit: float = math.inf) -> CgroupMemory | None:
+    """What a cgroup's folder says; None where it says nothing. A limit from ``no_limit`` bytes on is none."""
     for limit, current, peak, cache in (_V2, _V1):
         used = _int_of(group / current)
         if used is not None:

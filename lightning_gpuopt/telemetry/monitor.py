@@ -11,7 +11,7 @@ from lightning_gpuopt.telemetry.nvml import Notice
 from lightning_gpuopt.telemetry.sampler import GpuSampler
 from lightning_gpuopt.telemetry.visible import DeviceNotFoundError
 from lightning_gpuopt.telemetry.window import Fleet, RankWindow
-from lightning_gpuopt.utils.rank_channel import RankGather
+from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
 __all__ = ["GpuMonitor"]
 
@@ -40,7 +40,8 @@ class GpuMonitor:
         self._own_notices: deque[Notice] = deque()
         self._problem_reported = False
         self._fleet = Fleet(metrics, multi_node=num_nodes > 1)
-        self._gather = RankGather("gpu-monitor", rank, world_size)
+        self._arrived: deque[Gathered] = deque()
+        self._gather = RankGather("gpu-monitor", rank, world_size, self._arrived.append)
         choose = chooser(devices, current, self._own_notices)
         self._sampler = GpuSampler(readings_of(metrics), choose, interval_s=interval_s, bounded=bounded)
         self._sampler.start()
@@ -66,7 +67,7 @@ class GpuMonitor:
         """Steps and figures of the windows that have become complete, oldest first; on rank 0 only."""
         return [
             (gathered.step, self._fleet.add([RankWindow.from_json(window) for window in gathered.by_rank.values()]))
-            for gathered in self._gather.ready()
+            for gathered in [self._arrived.popleft() for _ in range(len(self._arrived))]
         ]
 
     def notices(self) -> list[Notice]:
@@ -88,7 +89,7 @@ class GpuMonitor:
     @property
     def has_pending(self) -> bool:
         """Whether :meth:`ready` or :meth:`notices` would return something. Cheap enough for every step."""
-        return bool(self._own_notices or self._sampler.notices) or self._has_problem or self._gather.has_ready
+        return bool(self._own_notices or self._sampler.notices or self._arrived) or self._has_problem
 
     def summary(self) -> dict[str, float]:
         """The figures of the run so far: on rank 0 of all ranks, elsewhere of this rank's devices."""

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_gpuopt.telemetry.host import cgroups
+from lightning_gpuopt.telemetry.memory import read_group
 from lightning_gpuopt.telemetry.process import entries
 
 
@@ -68,17 +69,7 @@ def free_shared_memory(path: Path = Path("/dev/shm")) -> int | None:
 
 def available_memory(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int:
     """Bytes available to this process: the machine's, less where its cgroup, or a parent of it, allows less."""
-    left = [_left_in(group) for group in cgroups("memory", cgroup_root, proc)]
-    return min([psutil.virtual_memory().available, *(each for each in left if each is not None)])
-
-
-def _left_in(group: Path) -> int | None:
-    """Bytes that a cgroup still allows, its page cache counted as free; None where it sets no limit."""
-    try:
-        v2 = (group / "memory.max").exists()
-        limit, used = ("memory.max", "memory.current") if v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        left = int((group / limit).read_text()) - int((group / used).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        return max(left + int(stat.get("total_inactive_file", stat.get("inactive_file", 0))), 0)
-    except (OSError, ValueError):  # also "max"; v1 has a number larger than any machine's memory instead
-        return None
+    known = [each for group in cgroups("memory", cgroup_root, proc) if (each := read_group(group)) is not None]
+    # v1 has a number larger than any machine's memory where it sets no limit
+    left = [max(each.limit - (each.current or 0) + (each.cache or 0), 0) for each in known if each.limit is not None]
+    return min([psutil.virtual_memory().available, *left])

@@ -279,7 +279,7 @@ class Timeline(SlotClock):
     def _step_span(self, action: str, slot: int) -> Span:
         """A part of the step; a GPU's clock needs to be called at some of them."""
         if action.endswith(_BATCH_HOOKS):
-            slot = self._batch_hook_slot(action)
+            slot = self._named_slot(self._batch_hooks, action.partition("]")[2], _TRANSFER)
             return Span(self, slot) if self._host_work is None else BatchHookSpan(self, slot)
         if self._host_work is None:
             return Span(self, slot)
@@ -295,33 +295,25 @@ class Timeline(SlotClock):
 
     def _slot_in_loop(self, action: str) -> int:
         """A slot for Lightning's own work: the loop around the optimizer, a hook of a strategy."""
-        if len(self._ns) >= _MAX_ACTIONS:
-            return _OTHER
-        slot = self._new_slot()
-        self.pauses.watch(slot)
-        self._loops[slot] = _LOOP_NAMES.get(action, action.rpartition("]")[2])
-        return slot
+        return self._named_slot(self._loops, _LOOP_NAMES.get(action, action.rpartition("]")[2]), _OTHER)
 
     def _host_span(self, slot: int) -> Span:
         if self._host_work is None:
             return Span(self, slot)
         return HostSpan(self, slot, rare=slot in self.slots_between_steps and slot in self._hooks)
 
-    def _batch_hook_slot(self, action: str) -> int:
-        if len(self._ns) >= _MAX_ACTIONS:
-            return _TRANSFER
-        slot = self._new_slot()
-        self.pauses.watch(slot)
-        self._batch_hooks[slot] = action.partition("]")[2]
-        return slot
-
     def _hook_slot(self, action: str) -> int:
         key, _, hook = action.partition("]")[2].rpartition(".")
+        name = f"{self._callback_names.get(key, key)}.{hook}"
+        return self._named_slot(self._hooks, name, _CALLBACKS, in_step=hook in STEP_HOOKS)
+
+    def _named_slot(self, names: dict[int, str], name: str, otherwise: int, *, in_step: bool = True) -> int:
+        """A new slot of this name; ``otherwise`` where there are too many."""
         if len(self._ns) >= _MAX_ACTIONS:
-            return _CALLBACKS
+            return otherwise
         slot = self._new_slot()
-        self._hooks[slot] = f"{self._callback_names.get(key, key)}.{hook}"
-        if hook in STEP_HOOKS:
+        names[slot] = name
+        if in_step:
             self.pauses.watch(slot)
         else:
             self.slots_between_steps.append(slot)

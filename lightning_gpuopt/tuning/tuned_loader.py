@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, logging_step, rank_zero_info, say_once
 from lightning_gpuopt.loaders.registry import Create
-from lightning_gpuopt.tuning.agree import NodeRanks
 from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import find_num_workers
 from lightning_gpuopt.tuning.indices import own_sampling
@@ -23,6 +22,7 @@ from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
+from lightning_gpuopt.utils.rank_vote import NodeRanks
 from lightning_gpuopt.utils.weakly import weakly
 
 log = logging.getLogger(__name__)

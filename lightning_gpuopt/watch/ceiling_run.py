@@ -189,7 +189,7 @@ class CeilingRun(CallbackBase):
         self._now(trainer, exactly=True)  # all ranks are done with the step: none waits long for another
         left = batches_left(trainer)
         mine = (None if left is None else left + 1, _queued(trainer), trainer.accumulate_grad_batches)
-        said = all_said(json.dumps(mine), "watch-ceiling-plan", trainer.global_rank, trainer.world_size)
+        said = all_said(mine, "watch-ceiling-plan", trainer.global_rank, trainer.world_size)
         if said is None:
             self._give_up(
                 f"expected all {trainer.world_size} ranks to agree at the first step on what to measure, and one "
@@ -198,7 +198,7 @@ class CeilingRun(CallbackBase):
             )
             self._patience_s = _ALONE_S
             return
-        lengths, queued, rhythms = zip(*map(json.loads, said), strict=True)
+        lengths, queued, rhythms = zip(*said, strict=True)
         steps = min((each for each in lengths if each is not None), default=None)
         self._plan = plan_of(steps, max(queued), max(rhythms))
         if self._plan is None:

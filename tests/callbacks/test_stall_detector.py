@@ -9,7 +9,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_gpuopt import StallDetector, StallError
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.detector import session
+from lightning_gpuopt.detector.progress import ProgressWatch
 from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PHASES
-from lightning_gpuopt.timeline.hang import HangWatch
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
 from lightning_gpuopt.watch.quiet_callbacks import QuietDetector
 from tests.callbacks.stalls import FAST, STEPS, Broken, Model, Raiser, Sleeper, SleepyData, run
@@ -725,12 +725,15 @@ def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monke
     told: list[str] = []
     clock = Clock()
 
-    class Watched(HangWatch):
+    class Watched(ProgressWatch):
         """Looks at each second of the test's clock; its thread has nothing to do."""
 
-        def __init__(self, timeout_s: float, write: Callable[[float], None]) -> None:
-            super().__init__(timeout_s, lambda quiet_s: told.append(f"{where}: {quiet_s:.0f} s"), clock)
+        def __init__(self, trainer: Trainer, recorder: Any = None, timeout_s: float | None = None, *write: Any) -> None:
+            super().__init__(trainer, recorder, timeout_s, tell, clock)
             watches.append(self)
+
+    def tell(quiet_s: float) -> None:
+        told.append(f"{where}: {quiet_s:.0f} s")
 
     def passes(seconds: int, what: str) -> None:
         nonlocal where
@@ -738,7 +741,7 @@ def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monke
         for _ in range(seconds):
             clock.now_s += 1
             if watches:
-                watches[0].look()
+                watches[-1].look()
 
     class Takes(Callback):
         def on_validation_batch_end(self, *args: Any) -> None:
@@ -754,8 +757,8 @@ def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monke
             passes(5, "step")
 
     where = ""
-    watches: list[HangWatch] = []
-    monkeypatch.setattr(session, "HangWatch", Watched)
+    watches: list[ProgressWatch] = []
+    monkeypatch.setattr(session, "ProgressWatch", Watched)
     detector = StallDetector(on_stall="ignore", report_dir=tmp_path / "report", hang_timeout=10.5)
     trainer = {"max_steps": 8, "limit_val_batches": 3, "val_check_interval": 2}
     run(tmp_path, Model(), Takes(), detector=detector, **trainer)

@@ -94,13 +94,13 @@ class Grow(Callback):
 def grown() -> dict[str, Any]:
     """The steps at which this rank has sent its work to rank 0, and where it began anew."""
     sent: list[int] = []
-    post = RankExchange.post
+    send = RankExchange.send
 
     def noted(self: RankExchange, step: int, work: RankWork | None) -> None:
         sent.append(step)
-        post(self, step, work)
+        send(self, step, work)
 
-    RankExchange.post = noted  # type: ignore[method-assign]
+    RankExchange.send = noted  # type: ignore[method-assign]
 
     class WithWorker(Model):
         def train_dataloader(self) -> DataLoader[Any]:

@@ -9,7 +9,7 @@ from itertools import count
 import torch.distributed as dist
 
 from lightning_gpuopt.utils import rank_channel, rank_stop
-from lightning_gpuopt.utils.rank_channel import RankGather
+from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 from lightning_gpuopt.utils.rank_stop import RankStop
 from tests.helpers import wait_for
 from tests.ranks import join
@@ -20,13 +20,15 @@ def all_windows() -> object:
     rank, world_size = join()
     seen = []
     for run in range(2):
-        gather, other = RankGather("test", rank, world_size), RankGather("other", rank, world_size)
+        windows: list[Gathered] = []
+        gather = RankGather("test", rank, world_size, windows.append)
+        other = RankGather("other", rank, world_size, lambda gathered: None)
         for step in (49, 99, 149):
             gather.post(step, {"run": run, "rank": rank})
             other.post(step, "other")
         gather.close(timeout_s=60)
         other.close(timeout_s=60)
-        seen.append([[window.step, window.by_rank] for window in gather.ready()])
+        seen.append([[window.step, window.by_rank] for window in windows])
     return {"collects": gather.collects, "problem": gather.problem, "seen": seen}
 
 
@@ -42,7 +44,8 @@ def one_dies() -> object:
     """The last rank dies after its first window; the others go on without it."""
     rank, world_size = join()
     rank_channel._PATIENCE_S = 1.0
-    gather = RankGather("test", rank, world_size)
+    seen: list[object] = []
+    gather = RankGather("test", rank, world_size, lambda window: seen.append([window.step, sorted(window.by_rank)]))
     if rank == 0:  # its patience is for the one that is gone, whenever the others come to their windows
         wait_for_posts(world_size)
     for step in (0,) if rank == world_size - 1 else (0, 1, 2):
@@ -53,14 +56,8 @@ def one_dies() -> object:
         say_posted(rank)
     if rank == world_size - 1:
         os._exit(0)
-    seen: list[object] = []
-
-    def all_came() -> bool:
-        seen.extend([window.step, sorted(window.by_rank)] for window in gather.ready())
-        return len(seen) == 3
-
     if rank == 0:
-        wait_for(all_came)
+        wait_for(lambda: len(seen) == 3)
     gather.close()
     return {"seen": seen, "problem": gather.problem}
 
@@ -68,10 +65,11 @@ def one_dies() -> object:
 def the_first_dies() -> object:
     """Rank 0, which keeps the store, dies; the others' ends are not held up."""
     rank, world_size = join()
-    gather = RankGather("test", rank, world_size)
+    windows: list[Gathered] = []
+    gather = RankGather("test", rank, world_size, windows.append)
     if rank == 0:
         gather.post(0, rank)
-        wait_for(lambda: gather.has_ready)
+        wait_for(lambda: bool(windows))
         os._exit(0)
     gather.post(0, rank)
 
@@ -81,7 +79,7 @@ def the_first_dies() -> object:
 
     wait_for(noticed)
     gather.close()
-    return {"problem": gather.problem is not None, "ready": gather.ready()}
+    return {"problem": gather.problem is not None, "windows": windows}
 
 
 def all_stop() -> object:

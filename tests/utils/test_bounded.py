@@ -100,8 +100,12 @@ def test_what_handlers_raise_does_not_end_the_wait(raising_handler):
 
 
 def test_what_others_handlers_raise_is_raised(raising_handler):
-    with pytest.raises(RuntimeError, match="a worker died"):
-        undisturbed(60.0, lambda: os.kill(os.getpid(), signal.SIGUSR1) or threading.Event().wait(), lambda _: False)
+    over = threading.Event()
+    try:
+        with pytest.raises(RuntimeError, match="a worker died"):
+            undisturbed(60.0, lambda: os.kill(os.getpid(), signal.SIGUSR1) or over.wait(), lambda _: False)
+    finally:
+        over.set()
 
 
 def test_it_is_waited_for_no_longer_than_that():

@@ -13,16 +13,15 @@ from tests.ranks import run_ranks
 
 
 def test_one_rank_gets_back_what_it_put_in_without_a_thread():
-    gather = RankGather("test", rank=0, world_size=1)
-    assert not gather.has_ready
+    windows = []
+    gather = RankGather("test", 0, 1, windows.append)
     gather.post(49, {"a": 1.0})
     gather.post(99, {"a": 2.0})
     assert gather.collects
-    assert gather.has_ready
-    assert gather.ready() == [Gathered(49, {0: {"a": 1.0}}), Gathered(99, {0: {"a": 2.0}})]
-    assert gather.ready() == []
+    assert windows == [Gathered(49, {0: {"a": 1.0}}), Gathered(99, {0: {"a": 2.0}})]
     gather.close()
     gather.close()
+    assert len(windows) == 2
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpuopt-gather")]
 
 
@@ -49,17 +48,18 @@ def test_a_rank_that_dies_is_left_out_and_takes_nobody_along():
 def test_when_rank_0_dies_the_others_notice_and_end():
     first, second = run_ranks("tests.utils.channel_ranks:the_first_dies", 2)
     assert first is None
-    assert second == {"problem": True, "ready": []}
+    assert second == {"problem": True, "windows": []}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_a_store_each_rank_keeps_its_own_figures(rank):
-    gather = RankGather("test", rank=rank, world_size=2)
+    windows = []
+    gather = RankGather("test", rank, 2, windows.append)
     gather.post(49, "mine")
     assert gather.problem is not None
     assert "no key-value store" in gather.problem
     assert gather.collects
-    assert gather.ready() == [Gathered(49, {rank: "mine"})]
+    assert windows == [Gathered(49, {rank: "mine"})]
 
 
 def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
@@ -68,14 +68,40 @@ def test_when_the_store_fails_rank_0_goes_on_with_its_own_figures(monkeypatch):
             raise RuntimeError("connection reset")
 
     monkeypatch.setattr(rank_channel, "open_store", lambda name: Broken())
-    gather = RankGather("test", rank=0, world_size=2)
+    windows = []
+    gather = RankGather("test", 0, 2, windows.append)
     gather.post(0, "first")
     wait_for(lambda: gather.problem is not None)
     gather.post(1, "second")
     gather.close()
     gather.post(2, "third")
     assert gather.problem == "the ranks' key-value store failed: connection reset"
-    assert gather.ready() == [Gathered(0, {0: "first"}), Gathered(1, {0: "second"}), Gathered(2, {0: "third"})]
+    assert windows == [Gathered(0, {0: "first"}), Gathered(1, {0: "second"}), Gathered(2, {0: "third"})]
+
+
+def test_who_fails_to_take_a_window_gets_the_next(monkeypatch):
+    class Answers:
+        def check(self, keys):
+            return True
+
+        def get(self, key):
+            return b"0"
+
+        def delete_key(self, key):
+            taken.append(key)
+
+    taken, windows = [], []
+
+    def arrived(gathered):
+        windows.append(gathered.step)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(rank_channel, "open_store", lambda name: Answers())
+    gather = RankGather("test", 0, 2, arrived)
+    gather.post(1, "a")
+    gather.post(2, "b")
+    gather.close(timeout_s=60.0)
+    assert (windows, taken, gather.problem) == ([1, 2], ["0/1", "1/1"], None)
 
 
 def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
@@ -84,10 +110,11 @@ def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
             return False
 
     monkeypatch.setattr(rank_channel, "open_store", lambda name: Silent())
-    gather = RankGather("test", rank=0, world_size=2)
+    windows = []
+    gather = RankGather("test", 0, 2, windows.append)
     gather.post(0, "mine")
     gather.close(timeout_s=0.0)
-    assert gather.ready() == [Gathered(0, {0: "mine"})]
+    assert windows == [Gathered(0, {0: "mine"})]
 
 
 def test_all_ranks_stop_at_the_same_step_wherever_they_are():

@@ -6,61 +6,68 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 
-from lightning_gpuopt.timeline.hang import HangWatch, write_state
-from tests.helpers import wait_for
+from lightning_gpuopt.detector.progress import ProgressWatch, write_hang
+from lightning_gpuopt.measurements.flight import VALIDATES
+from tests.helpers import Clock, wait_for
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
+class Saves:
+    """What is watched of a Trainer."""
 
-    def __call__(self) -> float:
-        return self.now_s
+    def save_checkpoint(self) -> None:
+        """Nothing to save."""
+
+
+def watching(timeout_s: float, write: Callable[[float], None], *clock: Clock) -> closing[ProgressWatch]:
+    trainer: Any = Saves()
+    return closing(ProgressWatch(trainer, None, timeout_s, write, *clock))
 
 
 def test_each_hang_is_told_once() -> None:
     clock, told = Clock(), []
-    watch = HangWatch(10.0, told.append, clock)
-    clock.now_s = 9.0
-    assert watch.look() == 1.0
-    assert told == []
-    clock.now_s = 10.0
-    assert watch.look() == 10.0
-    clock.now_s = 60.0
-    watch.look()
-    assert told == [10.0]
-    watch.progress()
-    clock.now_s = 69.0
-    watch.look()
-    assert told == [10.0]
-    clock.now_s = 75.0
-    watch.look()
-    assert told == [10.0, 15.0]
+    with watching(10.0, told.append, clock) as watch:
+        clock.now_s += 9.0
+        assert watch.look() == 1.0
+        assert told == []
+        clock.now_s += 1.0
+        assert watch.look() == 10.0
+        clock.now_s += 50.0
+        watch.look()
+        assert told == [10.0]
+        watch.step_done()
+        clock.now_s += 9.0
+        watch.look()
+        assert told == [10.0]
+        clock.now_s += 6.0
+        watch.look()
+        assert told == [10.0, 15.0]
 
 
 def test_what_is_open_is_timed_from_its_own_beginning() -> None:
     clock, told = Clock(), []
-    watch = HangWatch(10.0, told.append, clock)
-    clock.now_s = 8.0
-    watch.progress()
-    clock.now_s = 17.0
-    assert watch.look() == 1.0
-    clock.now_s = 19.0
-    watch.look()
-    watch.progress()
-    clock.now_s = 28.0
-    watch.look()
-    assert told == [11.0]
+    with watching(10.0, told.append, clock) as watch:
+        clock.now_s += 8.0
+        watch.begins(VALIDATES)
+        clock.now_s += 9.0
+        assert watch.look() == 1.0
+        clock.now_s += 2.0
+        watch.look()
+        watch.done(VALIDATES)
+        clock.now_s += 9.0
+        watch.look()
+        assert told == [11.0]
 
 
 def test_a_timeout_longer_than_a_thread_can_wait_is_cut_to_that() -> None:
-    watch = HangWatch(1e300, lambda quiet_s: None, Clock())
-    assert watch.look() == threading.TIMEOUT_MAX
+    with watching(1e300, lambda quiet_s: None, Clock()) as watch:
+        assert watch.look() == threading.TIMEOUT_MAX
 
 
 def test_a_failure_to_write_does_not_end_the_watch() -> None:
@@ -69,17 +76,15 @@ def test_a_failure_to_write_does_not_end_the_watch() -> None:
     def fail(quiet_s: float) -> None:
         raise OSError("disk full")
 
-    watch = HangWatch(1.0, fail, clock)
-    clock.now_s = 5.0
-    assert watch.look() == 1.0
+    with watching(1.0, fail, clock) as watch:
+        clock.now_s += 5.0
+        assert watch.look() == 1.0
 
 
 def test_the_thread_tells_and_ends() -> None:
     told = threading.Event()
-    watch = HangWatch(0.01, lambda quiet_s: told.set())
-    watch.start()
-    assert told.wait(10)
-    watch.stop()
+    with watching(0.01, lambda quiet_s: told.set()):
+        assert told.wait(10)
     assert "gpuopt-hang" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -98,8 +103,8 @@ def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
         assert asleep.stdout is not None
         asleep.stdout.readline()
         wait_for(lambda: psutil.Process(asleep.pid).status() == psutil.STATUS_SLEEPING)
-        path = tmp_path / "new" / "hang-1.txt"
-        write_state(path, 12.5, [(asleep.pid, "reads samples for 12.0 s"), (gone.pid, "is not watched")])
+        workers = [(asleep.pid, "reads samples for 12.0 s"), (gone.pid, "is not watched")]
+        path = write_hang(tmp_path / "new", 0, 12.5, workers, None)
     finally:
         release.set()
         thread.join()
@@ -123,6 +128,6 @@ def test_the_file_appears_when_all_of_it_is_written(tmp_path: Path) -> None:
             seen.append([path.name for path in tmp_path.glob("hang-*.txt")])
             return super().__iter__()
 
-    write_state(tmp_path / "hang-1.txt", 1.0, Workers([(os.getpid(), "waits")]))
+    write_hang(tmp_path, 0, 1.0, Workers([(os.getpid(), "waits")]), None)
     assert seen == [[]]
-    assert [path.name for path in tmp_path.iterdir()] == ["hang-1.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hang-rank0-1.txt"]
