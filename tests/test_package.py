@@ -18,9 +18,9 @@ else:
     import tomli as tomllib  # pytest brings it
 
 CLONE = {
-    *("CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "benchmarks"),
+    *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "README.md", "SECURITY.md"),
     *("constraints-engines.txt", "constraints-floor.txt", "constraints-loaders.txt", "constraints.txt"),
-    *("docs", "evaluation", "examples", "lightning_gpuopt", "mkdocs.yml", "tests"),
+    *("benchmarks", "docs", "evaluation", "examples", "lightning_gpuopt", "mkdocs.yml", "tests"),
 }
 """What lies in the root of a clone, beside pyproject.toml."""
 
