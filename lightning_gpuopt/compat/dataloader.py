@@ -45,7 +45,6 @@ except ImportError:
 BaseIterator: Any = _BaseDataLoaderIter
 # the kind of iterator that Lightning has end its workers as it drops a loader; nothing else of it is used
 WorkersIterator: Any = _MultiProcessingDataLoaderIter
-NOTED: Final = "_gpuopt_"  # how the names begin under which loaders hold what is ours
 _MAP: Final = 0  # ``_DatasetKind.Map``
 _MAP_PIPES: Final = tuple(filter(None, [getattr(torch.utils.data, "MapDataPipe", None)]))
 # what a subclass leaves alone that iterates as a DataLoader does, and so do copies of it
@@ -324,9 +323,7 @@ def copy_of(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     twin: DataLoader[Any] = object.__new__(type(loader))
     left = iterator_maker(loader)
     # Lightning notes in "__pl_..." how a loader was made, and what was set on it: an iterator would hold itself in it.
-    own = {
-        name: value for name, value in vars(loader).items() if name != left and not name.startswith(("__pl_", NOTED))
-    }
+    own = {name: value for name, value in vars(loader).items() if name != left and not name.startswith("__pl_")}
     vars(twin).update({**own, "_iterator": None, **changed})
     return twin
 

@@ -141,7 +141,8 @@ class RunningLoader:
 
     def note_start(self) -> WorkersStart:
         """Remember what the workers that are about to begin an epoch get a copy of."""
-        start = WorkersStart(self.loader, self._own_workers).note(self.loader)
+        start = WorkersStart(self.loader, self._own_workers)
+        start.note(self.loader)
         self._has_started, self._began = True, self._clock()
         return start
 

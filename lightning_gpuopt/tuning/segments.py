@@ -23,6 +23,7 @@ from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down, workers_of
 from lightning_gpuopt.telemetry.host import usable_cpus
@@ -31,7 +32,7 @@ from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segment import Drained, Segment
-from lightning_gpuopt.tuning.sharing import Noted, forks
+from lightning_gpuopt.tuning.sharing import forks
 from lightning_gpuopt.utils.replacement import hide_us
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ Make = Callable[[], Any]
 
 
 @dataclass
-class Segments(Noted):
+class Segments:
     """What all iterators of a loader share; with ``keeps`` its workers live on although the loader does not say so."""
 
     order: SeenOrder = field(default_factory=SeenOrder)
@@ -52,16 +53,22 @@ class Segments(Noted):
     keeps: bool = False
     kept: Segment | None = None
 
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Segments:
+    @staticmethod
+    def of(loader: DataLoader[Any]) -> Segments:
         """Those of a loader."""
-        return super().of(loader) or Segments().note(loader)
+        if loader not in _shared:
+            _shared[loader] = Segments()
+        found: Segments = _shared[loader]
+        return found
 
     def end_kept(self) -> None:
         """End the workers that were to live on."""
         kept, self.kept = self.kept, None
         if kept is not None:
             shut_down(kept.batches)
+
+
+_shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class SegmentedIterator(WorkersIterator):  # type: ignore[misc]

@@ -4,60 +4,30 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch.multiprocessing
 from torch.utils.data import DataLoader
-from typing_extensions import Self
+from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gpuopt.compat.dataloader import NOTED
 from lightning_gpuopt.objects.dataset_state import DatasetState, Held
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replacement import identity
 
-
-class Noted:
-    """What a loader holds for us, as long as it lives: it need not be hashable. A copy of the loader is without."""
-
-    @classmethod
-    def of(cls, loader: DataLoader[Any]) -> Self | None:
-        """What was noted last."""
-        noted: Self | None = vars(loader).get(NOTED + cls.__name__)
-        return noted if noted is not None and noted._loader_ref() is loader else None
-
-    @classmethod
-    def forget(cls, loader: DataLoader[Any]) -> None:
-        """Nothing is noted any more."""
-        vars(loader).pop(NOTED + cls.__name__, None)
-
-    def note(self, loader: DataLoader[Any]) -> Self:
-        """Have the loader hold this, in place of another."""
-        self._loader_ref = weakref.ref(loader)
-        vars(loader)[NOTED + type(self).__name__] = self
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return identity, (None,)
-
-
-@dataclass
-class _OwnWorkers(Noted):
-    """The user's number of workers, and the number that was set here."""
-
-    own: int
-    ours: int
+# for each changed loader: the user's number of workers, and the number set here; by identity: it need not be hashable
+_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_START = "_gpuopt_start"
 
 
 def own_workers(loader: DataLoader[Any]) -> int:
     """The user's own number of workers, also if an earlier fit has changed it."""
-    noted = _OwnWorkers.of(loader)
-    return loader.num_workers if noted is None or loader.num_workers != noted.ours else noted.own
+    own, ours = _own.get(loader, (loader.num_workers,) * 2)  # type: ignore[no-untyped-call]
+    return own if loader.num_workers == ours else loader.num_workers
 
 
 def note_own_workers(loader: DataLoader[Any], own: int) -> None:
     """Remember the user's own number of workers of a changed loader."""
-    _OwnWorkers(own, loader.num_workers).note(loader)
+    _own[loader] = own, loader.num_workers
 
 
 def forks(loader: DataLoader[Any]) -> str | None:
@@ -119,15 +89,34 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
     return function is not None and getattr(function, "__name__", "") != "pl_worker_init_function"
 
 
-class WorkersStart(Noted):
-    """What a loader's last workers got a copy of; the loader holds it, so that the dataset lives no longer than that.
+class WorkersStart:
+    """What a loader's workers get a copy of; the loader holds it, so that the dataset lives no longer than the loader.
 
     ``own_workers`` is the number that the user has given it.
     """
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
+        self._loader_ref = weakref.ref(loader)
         self._own_workers = own_workers
         self.state = state_of(loader, by_sample=not own_workers and loader.num_workers > 0)
+
+    @staticmethod
+    def of(loader: DataLoader[Any]) -> WorkersStart | None:
+        """What was noted of the workers that the loader has started last."""
+        start: WorkersStart | None = vars(loader).get(_START)
+        return start
+
+    @staticmethod
+    def forget(loader: DataLoader[Any]) -> None:
+        """Its workers have ended."""
+        vars(loader).pop(_START, None)
+
+    def note(self, loader: DataLoader[Any]) -> None:
+        """Have the loader hold this, until it starts others."""
+        vars(loader)[_START] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return identity, (None,)  # a copy of the loader has started no workers
 
     @property
     def _loader(self) -> DataLoader[Any]:

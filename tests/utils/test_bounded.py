@@ -86,7 +86,7 @@ def test_what_handlers_raise_does_not_end_the_wait(raising_handler):
             while len(raised) < number or not waits_in_undisturbed(main):
                 if over.is_set():
                     return
-            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.pthread_kill(main, signal.SIGUSR1)  # one that another thread got would not end a wait here
         while len(raised) < 20 and not over.is_set():
             pass
         done.append(True)
@@ -100,10 +100,10 @@ def test_what_handlers_raise_does_not_end_the_wait(raising_handler):
 
 
 def test_what_others_handlers_raise_is_raised(raising_handler):
-    over = threading.Event()
+    over, main = threading.Event(), threading.get_ident()
     try:
         with pytest.raises(RuntimeError, match="a worker died"):
-            undisturbed(60.0, lambda: os.kill(os.getpid(), signal.SIGUSR1) or over.wait(), lambda _: False)
+            undisturbed(60.0, lambda: signal.pthread_kill(main, signal.SIGUSR1) or over.wait(), lambda _: False)
     finally:
         over.set()
 
