@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import combinations as pairs
 from itertools import product
 from typing import Any
 
@@ -33,7 +34,9 @@ def few(core: str, sets: Mapping[str, object]) -> list[Any]:
 
 
 def combinations(core: str, **values: Any) -> pytest.MarkDecorator:
-    """Run a test with every combination of its parameters' values, a few of them in the core lane.
+    """Run a test with combinations of its parameters' values, a few of them in the core lane.
+
+    Each value is combined with each of every other parameter: what three of them do together, no test has shown yet.
 
     Args:
         core: the ids of the few, such as ``"True-plan0"``, with blanks between them. An id is made of one part for each
@@ -48,8 +51,24 @@ def combinations(core: str, **values: Any) -> pytest.MarkDecorator:
             else [(_part(argument, *each), each[1]) for each in enumerate(given)]
         )
         parts.append(list(named))
-    sets = {"-".join(name for name, _ in each): tuple(value for _, value in each) for each in product(*parts)}
+    sets = {"-".join(name for name, _ in each): tuple(value for _, value in each) for each in _pairwise(core, parts)}
     return pytest.mark.parametrize(tuple(values), few(core, sets))
+
+
+def _pairwise(core: str, parts: list[list[tuple[str, Any]]]) -> list[tuple[tuple[str, Any], ...]]:
+    """Those in the core lane, and so many others that each pair of two parameters' values is in one, in their order."""
+    every = {tuple(name for name, _ in each): each for each in product(*parts)}
+
+    def pairs_in(names: tuple[str, ...]) -> set[tuple[tuple[int, str], ...]]:
+        return set(pairs(enumerate(names), min(2, len(names))))
+
+    chosen = {names for names in every if "-".join(names) in core.split()}
+    left = set().union(*map(pairs_in, every)) - set().union(*map(pairs_in, chosen))
+    while left:
+        best = max(every, key=lambda names: len(pairs_in(names) & left))
+        chosen.add(best)
+        left -= pairs_in(best)
+    return [each for names, each in every.items() if names in chosen]
 
 
 def _part(argument: str, index: int, value: object) -> str:

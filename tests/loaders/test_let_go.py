@@ -36,14 +36,16 @@ def test_iterators_and_workers_end_as_without(
     assert events_of(program, *MONITORS[monitors]()) == plain_events(program)
 
 
+@cache
+def printed(program: str, *before: str) -> Any:
+    command = [*before, sys.executable, "-m", "tests.loaders.let_go", program]
+    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[[")))
+
+
 @pytest.mark.parametrize("fix", [[], ["--fix"]], ids=["watch", "fix"])
 @pytest.mark.parametrize("program", ["reloads_several", pytest.param("tuned", marks=pytest.mark.matrix)])
 def test_under_watch_too(program: str, fix: list[str], tmp_path: Path) -> None:
-    def printed(*before: str) -> Any:
-        command = [*before, sys.executable, "-m", "tests.loaders.let_go", program]
-        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-        assert run.returncode == 0, run.stdout + run.stderr
-        return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[[")))
-
     watch = [sys.executable, "-m", "lightning_gpuopt", "watch", *fix, "--report-dir", str(tmp_path), "--"]
-    assert printed(*watch) == printed()
+    assert printed(program, *watch) == printed(program)
