@@ -142,6 +142,7 @@ def cpus_between(least: float, most: float) -> Interval:
     return least, max(least, most / 2), most
 
 
+@lru_cache(maxsize=16)  # findings of one diagnosis ask the same
 def _in_order(
     shape: tuple[float, ...],
     service_s: float,
