@@ -9,7 +9,14 @@ from typing import Final
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.measurements.host import HostActivity
 from lightning_gpuopt.measurements.loader_costs import Interval, LoaderCosts
-from lightning_gpuopt.measurements.loader_model import MIN_SPREAD, LoaderModel, cpus_between, model_from, receive_cost
+from lightning_gpuopt.measurements.loader_model import (
+    MAX_SPREAD,
+    MIN_SPREAD,
+    LoaderModel,
+    cpus_between,
+    model_from,
+    receive_cost,
+)
 
 SPREADS: Final = {"workers": 0.04, "without": 0.07, "storage": 0.14}
 """By what is advised: how far what came was from what was expected, in nine of ten runs. ``python -m evaluation
@@ -131,7 +138,7 @@ def _spread(measurement: Measurement) -> float:
     if workers.unevenness is None:
         return MIN_SPREAD
     # twice the standard error of the mean service time
-    return min(max(2 * math.sqrt(workers.unevenness / workers.batches), MIN_SPREAD), 0.5)
+    return min(max(2 * math.sqrt(workers.unevenness / workers.batches), MIN_SPREAD), MAX_SPREAD)
 
 
 def speedup_of_workers(measurement: Measurement, workers: int, prefetch_factor: int | None = None) -> Interval | None:

@@ -40,6 +40,7 @@ _MIN_CPUS: Final = 0.1  # that a run gets at worst, where others were measured t
 _BATCHES: Final = 2000  # batches that are reckoned with where their times differ
 _FIRST: Final = 1000  # of those, in which the queues fill
 MIN_SPREAD: Final = 0.08  # least relative uncertainty, to either side, of a prediction for workers on a shared machine
+MAX_SPREAD: Final = 0.5  # from which on the best case would take no time
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ def model_from(costs: LoaderCosts, cpus: float | None = None) -> LoaderModel:
         consumer_cpu_s=costs.consumer_cpu_s or 0.0,
         cpus=_cpus(costs, cpus),
         receive_s=costs.receive_s,
-        spread=costs.spread,
+        spread=min(costs.spread, MAX_SPREAD),
         edges_s=costs.edges_s,
         counts=costs.counts,
     )
@@ -141,6 +142,7 @@ def cpus_between(least: float, most: float) -> Interval:
     return least, max(least, most / 2), most
 
 
+@lru_cache(maxsize=16)  # findings of one diagnosis ask the same
 def _in_order(
     shape: tuple[float, ...],
     service_s: float,

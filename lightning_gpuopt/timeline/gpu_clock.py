@@ -241,7 +241,7 @@ class GpuClock(StepObserver):
                     self._paused_steps += 1
                     self._paused_compute_ns += self._step_ns
                 self._step_ns = self._step_paused_ns = 0.0
-                if self._steps == self._snapshot_after:
+                if self._steps == self._snapshot_after and self.snapshot is None:  # else it was taken at a pause
                     self.snapshot = self.times()
                 if self.spans is not None:
                     begun_ns, issue_begun_ns = self._step_began_ns

@@ -134,6 +134,7 @@ class RankGather(RankChannel):
         with suppress(queue.Empty):  # where the store does not answer: nobody brings these to the others any more
             while (item := self._inbox.get_nowait()) is not None:
                 self.post(*item[:2])
+        self._inbox.put(None)  # for a thread that is held up until now
 
     def _run(self) -> None:
         for number, (step, figures, since_s) in enumerate(iter(self._inbox.get, None)):

@@ -188,6 +188,11 @@ def test_a_report_that_does_not_say_enough_is_refused(costs: LoaderCosts | None,
         what_if(report_of(costs, step_s), WhatIf(num_workers=4))
 
 
+def test_a_report_whose_figures_could_be_anything_has_a_best_case_that_takes_time() -> None:
+    forecast = ask(replace(COSTS, spread=3.0), num_workers=0)
+    assert 0 < forecast.step_s[0] <= forecast.step_s[1] <= forecast.step_s[2]
+
+
 def test_what_the_report_keeps_is_read_back_the_same() -> None:
     costs = replace(COSTS, edges_s=(0.1, 0.2), counts=(100,), queued_s=None, free_cpus=None)
     report = replace(before(), loader_costs=costs)

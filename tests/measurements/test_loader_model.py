@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from lightning_gpuopt.measurements import loader_model
 from lightning_gpuopt.measurements.loader_model import LoaderModel, cpus_between, most_workers, net_saving
 
 MODEL = LoaderModel(
@@ -113,6 +114,13 @@ def test_a_longer_queue_bridges_slow_batches() -> None:
     assert steps[0] < 0.01 + 0.05 * 0.2  # not even then the slow ones are waited for in full
     assert steps[-1] == pytest.approx(0.01, rel=1e-2)
     assert UNEVEN.pace(4, 2) == replace(UNEVEN).pace(4, 2)
+
+
+def test_the_same_question_is_reckoned_once() -> None:
+    first = UNEVEN.step_s(4)
+    reckoned = loader_model._in_order.cache_info().misses
+    assert replace(UNEVEN).step_s(4) == first
+    assert loader_model._in_order.cache_info().misses == reckoned
 
 
 def test_batches_come_in_order_from_each_worker_in_turn() -> None:

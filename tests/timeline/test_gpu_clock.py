@@ -354,6 +354,22 @@ def test_a_host_far_ahead_gets_no_more_events_for_a_while(rig: Rig, monkeypatch:
     assert later.idle["data_wait"] == pytest.approx(0.028, abs=0.011)
 
 
+def test_a_snapshot_stays_as_it_is_where_some_steps_were_not_seen(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_clock, "_MAX_UNREAD", 32)
+    for _ in range(20):
+        rig.step(compute=1000)
+    rig.clock.take_snapshot(20)
+    rig.finish()
+    snapshot = rig.clock.snapshot
+    assert snapshot is not None
+    assert snapshot.steps < 20
+    for _ in range(20):  # it comes to 20 steps later
+        rig.step(fetch=10, compute=1)
+        rig.finish()
+    assert rig.clock.times().steps > 20
+    assert rig.clock.snapshot is snapshot
+
+
 @pytest.mark.parametrize("ppm", [30, -30, 300, -300])
 def test_clocks_that_drift_apart_are_aligned_again(rig: Rig, ppm: int) -> None:
     # over 1000 s 300 ppm are 300 ms, far more than the idle time of a step

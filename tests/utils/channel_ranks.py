@@ -96,9 +96,10 @@ def all_stop() -> object:
                 stop.ask("again")
             if (why := stop.step_done(step)) is not None:
                 break
-        stop.close()
         seen.append([step, why])
-    return {"seen": seen, "problem": stop.problem}
+        problem = stop.problem  # before the end: rank 0, which keeps the store, may be gone by then
+        stop.close()
+    return {"seen": seen, "problem": problem}
 
 
 def all_end() -> object:

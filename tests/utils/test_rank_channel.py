@@ -117,6 +117,26 @@ def test_closing_without_waiting_gives_out_what_is_there(monkeypatch):
     assert windows == [Gathered(0, {0: "mine"})]
 
 
+def test_the_thread_ends_once_a_store_answers_that_held_up_the_closing(monkeypatch):
+    class Frozen:
+        def check(self, keys):
+            answers.wait()
+            return False
+
+    answers, windows = threading.Event(), []
+    monkeypatch.setattr(rank_channel, "open_store", lambda name: Frozen())
+    gather = RankGather("test", 0, 2, windows.append)
+    thread = gather._thread
+    gather.post(0, "first")
+    wait_for(gather._inbox.empty)
+    gather.post(1, "second")
+    gather.close(timeout_s=0.0)
+    assert windows == [Gathered(1, {0: "second"})]
+    answers.set()
+    wait_for(lambda: not thread.is_alive())
+    assert windows[1:] == [Gathered(0, {0: "first"})]
+
+
 def test_all_ranks_stop_at_the_same_step_wherever_they_are():
     ranks = run_ranks("tests.utils.channel_ranks:all_stop", 3)
     assert [each["problem"] for each in ranks] == [None] * 3
