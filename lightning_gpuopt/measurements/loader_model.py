@@ -75,10 +75,17 @@ class LoaderModel:
         cpu_s = (1 + 2 * sign * self.spread) * (self.cpu_s + self.consumer_cpu_s) / self.cpus[2 - side]
         if not workers:
             return max(service_s + consumer_s, cpu_s)
-        receive_s, shape = self.receive_s[side], _shape_of(self.edges_s, self.counts)
-        if not shape and prefetch_factor > 1:
-            return max(consumer_s + receive_s, service_s / workers, cpu_s)
-        return max(_in_order(shape or (1.0,), service_s, receive_s, consumer_s, workers, prefetch_factor), cpu_s)
+        even_s = max(consumer_s + self.receive_s[side], service_s / workers)
+        return max(even_s * self._order(workers, prefetch_factor), cpu_s)
+
+    def _order(self, workers: int, prefetch_factor: int) -> float:
+        """How many times as long as with batches that are all alike a step is expected to take."""
+        shape, receive_s = _shape_of(self.edges_s, self.counts), self.receive_s[1]
+        even_s = max(self.consumer_s + receive_s, self.service_s / workers)
+        if (not shape and prefetch_factor > 1) or not even_s:
+            return 1.0
+        times = shape or (1.0,)
+        return max(_in_order(times, self.service_s, receive_s, self.consumer_s, workers, prefetch_factor) / even_s, 1.0)
 
     def in_use(self, workers: int, step_s: float) -> tuple[float, float]:
         """Shares of the workers' time and of the CPUs, 0-1, that are used at this pace."""
