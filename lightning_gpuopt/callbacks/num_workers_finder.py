@@ -28,8 +28,9 @@ class NumWorkersFinder(CallbackBase):
 
     Samples and their order stay the same. A loader whose samples could change is left alone, with one line why: a
     dataset that holds an open file or connection or that changes while training runs, a sampler that draws from a
-    global random state. Random numbers that are drawn in workers depend on their number and life, as everywhere in
-    PyTorch: reported with the change where a draw was seen. Guide, with all of these rules: ``docs/workers.md``.
+    global random state. Random numbers drawn in workers depend on how many workers run and for how long, as everywhere
+    in PyTorch; the report of a change says so if such draws were seen. Guide: ``docs/workers.md``; all rules:
+    ``docs/workers-rules.md``.
 
     Args:
         mode: ``"live"``, ``"probe"`` or ``"off"`` (or False, which is what YAML makes of an unquoted ``off``).

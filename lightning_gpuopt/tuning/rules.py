@@ -1,6 +1,6 @@
 """The safety rules: what keeps a setting of a loader as it is, each with its reason in one sentence.
 
-Whoever changes a loader asks :func:`why_not`. ``docs/workers.md`` has the same table for readers; a test compares them.
+Whoever changes a loader asks :func:`why_not`. ``docs/workers-rules.md`` has the same table for readers; a test compares them.
 """
 
 from __future__ import annotations

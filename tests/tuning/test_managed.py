@@ -21,7 +21,7 @@ from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
 from tests.tuning.datasets import Stream
 
-PAGE = Path(__file__).parents[2] / "docs/workers.md"
+PAGE = Path(__file__).parents[2] / "docs/workers-rules.md"
 
 
 class Numbers(Dataset[torch.Tensor]):
