@@ -35,10 +35,10 @@ def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
         without = "only SIGKILL, or os._exit(), ends a process without a word" if silent else ""
         if memory.near:
             memory_was_short = (
-                f"it was ended for want of memory, by the kernel or by an agent of the cluster: {memory.near}"
+                f"it was ended because memory ran out, by the kernel or by an agent of the cluster: {memory.near}"
             )
             return "; ".join(filter(None, (without, memory_was_short)))
-        return without or "somebody else ended it: an agent of the cluster, a supervisor, or a person"
+        return without or "something else ended it: an agent of the cluster, a supervisor, or a person"
     if ended == "bus_error":
         return (
             f"/dev/shm was full: {memory.shm_full}"

@@ -49,7 +49,7 @@ _TIME_OUT: Final = re.compile(r"timed? ?-?out", re.IGNORECASE)
 
 _VERBS: Final[Mapping[str, str]] = {
     "killed": "was ended by SIGKILL",
-    "out_of_memory": "was ended by the kernel for want of memory",
+    "out_of_memory": "was ended by the kernel because memory ran out",
     "bus_error": "was ended by a bus error (SIGBUS)",
     "segfault": "crashed with a segmentation fault (SIGSEGV)",
     "interrupted": "was interrupted (Ctrl-C, SIGINT)",

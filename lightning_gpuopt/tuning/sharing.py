@@ -147,7 +147,7 @@ class WorkersStart(Noted):
     def why_no_more(self) -> str | None:
         """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
         if self.state.has_failed:
-            return "its dataset holds what cannot be looked into, and may change unseen"
+            return "its dataset holds objects that cannot be inspected, and may change unseen"
         loader = self._loader
         before = {id(each.value) for each in self.state.held}
         held = held_by(loader)

@@ -164,7 +164,7 @@ def _found(fits: list[Fit], watch: Watch, command: Sequence[str], report_dir: st
 
 
 def _ceiling_lines(fits: list[Fit], watch: Watch) -> list[str]:
-    """What data can bring at most: measured, and beside it what was predicted of the same run; or why not."""
+    """Upper bound of a faster loader's gain: measured, and as predicted for the same run; or why there is none."""
     fit = next((each for each in fits if each.ceiling is not None), None)
     if fit is None or fit.ceiling is None:
         why = [f"  {each.folder.name}: {each.no_ceiling or 'the process ended before'}." for each in fits]

@@ -89,7 +89,7 @@ def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str])
         (
             "old.json --cpus 4",
             "old.json: expected a report that says what its loader costs, got one that does not: it is of an earlier "
-            "version, its loader is no DataLoader, or no step came after the warm-up; record one with StallDetector "
+            "version, its loader is not a DataLoader, or no step came after the warm-up; record one with StallDetector "
             "and give that",
         ),
         ("one.json --link-gb-per-s 5", "--link-gb-per-s: expected --ranks beside it, got none; give --ranks N"),

@@ -121,8 +121,8 @@ def test_one_rank_in_words():
         f"It read sample 48,213, at {AT_READ}.",
         "Memory before: 2.0 GiB private; the cgroup used 4.0 GiB of 4.0 GiB.",
         "Private memory grew from 1.0 GiB to 2.0 GiB in 58 s.",
-        "Likely: it was ended for want of memory, by the kernel or by an agent of the cluster: its memory cgroup used "
-        "4.0 GiB of 4.0 GiB.",
+        "Likely: it was ended because memory ran out, by the kernel or by an agent of the cluster: its memory cgroup "
+        "used 4.0 GiB of 4.0 GiB.",
         f"What to change: {found.advice}",
     ]
 

@@ -30,7 +30,7 @@ from tests.watch.test_watch import reports, watch
 
 MEASURED = re.compile(
     r"\nCeiling: with data that costs nothing: [\d.]+ steps/s; the run as it is [\d.]+, your loader by itself [\d.]+: "
-    r"data can bring [\d.]+x at most."
+    r"a faster loader gains [\d.]+x at most."
     r"\n         Predicted: data [\d.]+x at most.*"
     r"\n         Nothing of this run is kept: no weights, checkpoints or logs\."
 )
@@ -283,7 +283,8 @@ class TestWords:
         report = StallReport("slow_storage", 1.0, {}, [finding])
         fit = Fit(tmp_path, report, ceiling=Ceiling(5.2, 12.1, 100, 60, 5, 2.24))
         assert _ceiling_lines([Fit(tmp_path), fit], Watch(str(tmp_path))) == [
-            "Ceiling: with data that costs nothing: 12.1 steps/s; the run as it is 5.2: data can bring 2.3x at most.",
+            "Ceiling: with data that costs nothing: 12.1 steps/s; the run as it is 5.2: "
+            "a faster loader gains 2.3x at most.",
             "         Predicted: data 2.2x at most, the advice of slow_storage 1.9x.",
             "         Nothing of this run is kept: no weights, checkpoints or logs.",
         ]
