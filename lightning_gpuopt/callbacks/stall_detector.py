@@ -393,7 +393,7 @@ class StallDetector(CallbackBase):
         path = session.write_hang(local, quiet_s)
         warnings.warn(
             f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
-            f"{path}. Training goes on waiting.",
+            f"{path}. Training continues to wait.",
             stacklevel=2,
         )
 

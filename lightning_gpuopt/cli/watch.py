@@ -62,10 +62,10 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:
-        raise UsageError("--exact: expected --fix beside it, got none; for example: watch --fix --exact -- python a.py")
+        raise UsageError("--exact: expected --fix with it, got none; for example: watch --fix --exact -- python a.py")
     if options.ceiling and options.fix:
         raise UsageError(
-            "--ceiling: expected no --fix beside it, got both: the loader is measured as it is; run watch --ceiling "
+            "--ceiling: expected no --fix with it, got both: the loader is measured as it is; run watch --ceiling "
             "first, and watch --fix after it"
         )
     watch = _begin(Path(options.report_dir).absolute(), command, options)

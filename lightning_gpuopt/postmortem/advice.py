@@ -76,7 +76,7 @@ def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
             )
         return "look at the line above and at the last lines that it printed: a library found its own data broken."
     if ended == "interrupted":
-        return 'nothing is broken: trainer.fit(..., ckpt_path="last") goes on from the last checkpoint that was saved.'
+        return 'nothing is broken: trainer.fit(..., ckpt_path="last") continues from the last saved checkpoint.'
     if ended == "terminated":
         return "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher."
     if ended == "exited":

@@ -106,7 +106,7 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: in
             )
         if each.kind == "generator" and workers < 2 and not _seeds_workers(loader):
             return (
-                f"its dataset holds a random generator, {each}: workers would have copies of it that draw alike. "
+                f"its dataset holds a random generator, {each}: workers would have copies that draw the same numbers. "
                 "Draw from torch's, numpy's or Python's global state, or seed it in worker_init_fn"
             )
     return None

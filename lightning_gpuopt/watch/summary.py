@@ -134,7 +134,7 @@ def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[st
         "Nothing was measured: no Trainer was seen. Either",
         "- the script makes no Trainer of Lightning 2.5 or later;",
         f"- its Python does not look at PYTHONPATH ({started});",
-        "- or the environment is set anew on the way to it (a shell script, a container, srun --export=NONE): keep "
+        "- or the environment is reset on the way to it (a shell script, a container, srun --export=NONE): keep "
         "PYTHONPATH and LIGHTNING_GPUOPT_WATCH, and make their folders visible there.",
     ]
 

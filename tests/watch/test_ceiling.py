@@ -183,7 +183,7 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["watch", "--ceiling", "--fix", "--", "true"]) == 2
     assert capsys.readouterr().err == (
-        "error: --ceiling: expected no --fix beside it, got both: the loader is measured as it is; run watch --ceiling "
+        "error: --ceiling: expected no --fix with it, got both: the loader is measured as it is; run watch --ceiling "
         "first, and watch --fix after it\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -291,8 +291,8 @@ class TestWords:
 
     def test_a_loader_that_costs_nothing(self):
         assert str(Ceiling(1110.4, 1100.0, 100, 60, 5, loader_steps_per_s=2000.0)) == (
-            "with data that costs nothing: 1100 steps/s; the run as it is 1110, your loader by itself 2000: data can "
-            "bring 1.0x at most"
+            "with data that costs nothing: 1100 steps/s; the run as it is 1110, your loader by itself 2000: "
+            "a faster loader gains 1.0x at most"
         )
 
     def test_nothing(self, tmp_path):

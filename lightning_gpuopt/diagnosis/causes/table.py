@@ -180,7 +180,7 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         cases={
-            "no_workers": "A batch of these samples is made faster than a worker process can hand it over: load in the "
+            "no_workers": "A batch of these samples is made faster than a worker process can transfer it: load in the "
             "training process (num_workers=0), or make larger batches.",
             "ready": "Batches are finished, but taking one from its worker takes {ms:.3g} ms a step: keep them "
             "small (uint8 instead of float32), make them of few tensors rather than many Python objects, and leave "
