@@ -36,10 +36,10 @@ from lightning_gpuopt import StallDetector, StallReport
 
 CPU_PART = "On the CPU: the training process waits"
 GPU_PART = "On a simulated GPU: the device waits"
-BUSY_PART = "On the CPU, beside busy programs: what waits has the same verdict"
-LINES_PART = "The line: what takes the time is named first"
-PREDICTIONS_PART = "Predictions: how far they are off"
-WHAT_IF_PART = "What if: what was expected of a change, and what came"
+BUSY_PART = "On the CPU, next to busy programs: the verdict stays the same"
+LINES_PART = "Lines of code: the slow line is named first"
+PREDICTIONS_PART = "Predicted gains in randomly drawn runs"
+WHAT_IF_PART = "What-if: expected and measured steps"
 
 _PHASE_SHARE = 0.05
 _PHASE_S = 0.001
@@ -152,7 +152,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m evaluation", description=__doc__)
     parser.add_argument("--gpu", action="store_true", help="only the faults on the simulated GPU")
     parser.add_argument("--cpu", action="store_true", help="only the faults of the training process")
-    parser.add_argument("--busy", action="store_true", help="only the faults of data, beside busy programs")
+    parser.add_argument("--busy", action="store_true", help="only the faults of data, next to busy programs")
     parser.add_argument("--lines", action="store_true", help="only the lines that are injected")
     parser.add_argument("--what-if", action="store_true", help="only the forecasts of changed runs")
     parser.add_argument("--predictions", action="store_true", help="only drawn runs, whose advice is followed")
@@ -223,7 +223,7 @@ def when_and_where() -> str:
 
 
 def write_part(path: Path, heading: str, lines: list[str]) -> None:
-    """Write one part of the Markdown file; the others stay as they are.
+    """Write one part of the Markdown file; the introduction and the other parts are not changed.
 
     Args:
         path: the file.
@@ -231,15 +231,18 @@ def write_part(path: Path, heading: str, lines: list[str]) -> None:
         lines: its table and score.
     """
     parts = dict.fromkeys((CPU_PART, BUSY_PART, GPU_PART, LINES_PART, WHAT_IF_PART, PREDICTIONS_PART), "")
+    introduction = ""
     if path.exists():
-        for text in f"\n{path.read_text()}".split("\n## "):
+        introduction, *rest = f"\n{path.read_text()}".split("\n## ")
+        for text in rest:
             found, _, body = text.partition("\n")
             if found in parts:
                 parts[found] = body.strip()
             elif body.startswith("| injected |"):  # from before there were two parts
                 parts[CPU_PART] = body.strip()
     parts[heading] = "\n".join(lines)
-    path.write_text("\n\n".join(f"## {name}\n\n{body}" for name, body in parts.items() if body) + "\n")
+    written = [introduction.strip(), *(f"## {name}\n\n{body}" for name, body in parts.items() if body)]
+    path.write_text("\n\n".join(each for each in written if each) + "\n")
 
 
 if __name__ == "__main__":

@@ -90,7 +90,7 @@ def __getattr__(name: str) -> Any:
         library = _DISTRIBUTIONS.get(module := error.name.partition(".")[0], module)
         raise ImportError(
             f"{name} needs {module}, which cannot be imported here: {error}. "
-            f"Install it anew: pip install --force-reinstall {library}",
+            f"Install it again: pip install --force-reinstall {library}",
             name=error.name,
             path=error.path,
         ) from error

@@ -21,7 +21,7 @@ ROOT: Final = Path(__file__).parents[1]
 PAGES: Final = (
     "README.md",
     *(f"docs/{page}.md" for page in ("autofix", "benchmarks", "comparison", "dali", "faq", "limits", "scale", "watch")),
-    "docs/workers.md",
+    *(f"docs/{page}.md" for page in ("workers", "workers-benchmarks", "workers-rules")),
 )
 OTHER_PAGES: Final = sorted(
     {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md") if page.parent.name != "dev"}

@@ -126,13 +126,13 @@ for name in lightning_gpuopt.__all__:
     except ImportError as error:
         print(error)
 """
-    fix = "cannot be imported here: lmdb: broken wheel. Install it anew: pip install --force-reinstall lmdb"
+    fix = "cannot be imported here: lmdb: broken wheel. Install it again: pip install --force-reinstall lmdb"
     lines = without(("lmdb",), program).stdout.splitlines()
     assert lines == [f"{name} needs lmdb, which {fix}" for name in ("LMDBWriter", "build_lmdb")]
     lines = without(("PIL",), "from lightning_gpuopt import LMDBDataset").stderr.splitlines()
     assert lines[-1] == (
         "ImportError: LMDBDataset needs PIL, which cannot be imported here: PIL: broken wheel. "
-        "Install it anew: pip install --force-reinstall pillow"
+        "Install it again: pip install --force-reinstall pillow"
     )
 
 

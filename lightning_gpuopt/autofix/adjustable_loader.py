@@ -145,7 +145,7 @@ class AdjustableLoader:
         if sum(1 for each in self._registry.training if each.inner is managed.loader) > 1:
             raise CannotChange("it is among the training loaders twice")
         if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-            raise CannotChange("the loaders are made anew while training runs")
+            raise CannotChange("the loaders are made again while training runs")
         if setting in _WORKERS and (reason := why_left_alone(managed.loader)) is not None:
             raise CannotChange(f"AutoFix leaves {reason}")
         last = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1

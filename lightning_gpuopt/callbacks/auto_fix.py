@@ -1,4 +1,4 @@
-"""``AutoFix``: what holds training up is mended while it runs, and kept where that has helped."""
+"""``AutoFix``: applies fixes while training runs, and keeps those that help."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ WINDOW_SIZE = 20
 
 
 class AutoFix(CallbackBase):
-    """Change what StallDetector advises while training runs, one setting at a time, and keep what proves its gain.
+    """Apply the advice of StallDetector while training runs, one setting at a time, and keep changes with proven gain.
 
-    It adds a :class:`~lightning_gpuopt.StallDetector` to the Trainer, or listens to the one that is there. Running
-    workers grow at once; ``prefetch_factor``, ``pin_memory``, ``persistent_workers`` and a loader's first workers
-    come with its next iterator; ``device_prefetch`` is a :class:`~lightning_gpuopt.CudaPrefetcher` that sleeps until
-    it is needed. The windows after a change are compared with those before it (a rank-sum test), and a change without
-    a gain is taken back.
+    It adds a :class:`~lightning_gpuopt.StallDetector` to the Trainer, or uses the one that is there. More workers are
+    added to the running loader at once. ``prefetch_factor``, ``pin_memory``, ``persistent_workers`` and a loader's
+    first workers come with its next iterator. ``device_prefetch`` is a :class:`~lightning_gpuopt.CudaPrefetcher` that
+    is inactive until it is needed. The windows after a change are compared with those before it (a rank-sum test),
+    and a change without a gain is undone.
 
-    Samples, their order and the random state of training stay as they are; random numbers that are drawn in workers
-    depend on their number and life, as everywhere in PyTorch. What would change more is advised only. On several
-    ranks rank 0 decides, and all apply. Guide: ``docs/autofix.md``.
+    Samples, their order and the random state of training stay the same. Random numbers drawn in workers depend on how
+    many workers run and for how long, as everywhere in PyTorch. Changes that would affect more are only suggested.
+    With several ranks, rank 0 decides, and all apply the change. Guide: ``docs/autofix.md``.
 
     Args:
-        threshold: share of wall time, 0-1, from which on a cause is mended.
+        threshold: minimum share of wall time, 0-1, for a cause to be fixed.
         fixes: ``"all"``, or a list of ``"num_workers"``, ``"prefetch_factor"``, ``"pin_memory"``,
             ``"persistent_workers"``, ``"device_prefetch"``.
-        report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``. Of a StallDetector that is there
-            already, its own counts.
-        exact: leave alone the workers of a loader that were not shown to draw no random numbers: a worker reads a few
-            batches first; where a random state of it moves, or the dataset holds a generator, they stay as they are.
+        report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``. If the Trainer has a StallDetector
+            already, its folder is used.
+        exact: change only the workers of loaders known not to draw random numbers: a worker reads a few batches
+            first. If its random state changes, or the dataset holds a generator, the workers stay the same.
 
     Raises:
         ValueError: an argument is out of range.

@@ -164,7 +164,7 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let go of what was fetched ahead in vain."""
+        """Drop batches that were fetched ahead but are not needed."""
         if self._run is not None:
             with self._guard:
                 self._run.epoch_ends()

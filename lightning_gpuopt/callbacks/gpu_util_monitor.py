@@ -45,7 +45,7 @@ class GpuUtilMonitor(CallbackBase):
     optimizer steps the window's figures of all ranks go to every logger, under ``gpu/{i}/...`` with ``i`` the CUDA
     ordinal; with several GPUs also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``.
     Percentages are 0-100; a figure that a GPU cannot give is absent. No NVIDIA driver, no GPU, a GPU that is lost in
-    mid-run: one warning, and training goes on. Guide, with all keys and their units: ``docs/gpu-util-monitor.md``.
+    mid-run: one warning, and training continues. Guide, with all keys and their units: ``docs/gpu-util-monitor.md``.
 
     Args:
         metrics: ``"default"`` (12 figures a GPU), ``"all"``, or a list of names such as
@@ -243,7 +243,7 @@ class GpuUtilMonitor(CallbackBase):
 
 
 def _report_failure(trainer: Trainer, error: Exception) -> None:
-    text = f"GpuUtilMonitor stopped after an error, training goes on without it: {error!r}"
+    text = f"GpuUtilMonitor stopped after an error, training continues without it: {error!r}"
     say_once(trainer, "gpu-monitor-failed", text)
     log.debug(text, exc_info=error)
 

@@ -1,4 +1,4 @@
-"""``NumWorkersFinder``: the number of workers that training needs, measured, and changed while it runs."""
+"""``NumWorkersFinder``: measures how many workers training needs, and changes their number while it runs."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ _SAVED: Final = ("num_workers", "before", "settled", "limited_by", "prefetch_fac
 class NumWorkersFinder(CallbackBase):
     """Find the number of workers that each training loader needs, and use it.
 
-    ``mode="live"`` adds workers to the running loader, and takes away those that bring nothing, from what it
-    measures; a loader with ``num_workers=0`` gets its first before its first batch. ``mode="probe"`` measures a few
-    trials before training goes on. The choice is reported in one line, logged as ``loader/num_workers``, and kept in
-    checkpoints.
+    ``mode="live"`` measures the running loader, adds workers to it, and removes those that gain nothing. A loader with
+    ``num_workers=0`` gets its first before its first batch. ``mode="probe"`` measures a few trials before training
+    continues. The choice is reported in one line, logged as ``loader/num_workers``, and saved in checkpoints.
 
-    Samples and their order stay the same. A loader whose samples could change is left alone, with one line why: a
-    dataset that holds an open file or connection or that changes while training runs, a sampler that draws from a
-    global random state. Random numbers that are drawn in workers depend on their number and life, as everywhere in
-    PyTorch: reported with the change where a draw was seen. Guide, with all of these rules: ``docs/workers.md``.
+    Samples and their order stay the same. A loader whose samples could change is left alone, and one line says why.
+    Examples are a dataset that holds an open file or connection, or that changes while training runs, and a sampler
+    that draws from a global random state. Random numbers drawn in workers depend on how many workers run and for how
+    long, as everywhere in PyTorch; the report of a change says so if such draws were seen. Guide: ``docs/workers.md``.
 
     Args:
         mode: ``"live"``, ``"probe"`` or ``"off"`` (or False, which is what YAML makes of an unquoted ``off``).
         step_time_s: for ``"probe"``: seconds that training takes for a batch without waiting for it. None: measured on
             the first steps.
-        max_num_workers: not more than so many. None: min(32, 8 × usable CPUs), less where memory or ``/dev/shm`` allow
-            less.
+        max_num_workers: upper limit. None: min(32, 8 × usable CPUs), less if memory or ``/dev/shm`` allow less.
         max_seconds: for ``"probe"``: budget of the search.
         tolerance: share, 0-1, below which waiting and gains do not count.
         iterable: also for loaders of an ``IterableDataset``, whose order depends on the number of workers; their number
             changes between epochs only.
-        exact: leave alone a loader whose workers were not shown to draw no random numbers: a worker reads a few
-            batches first; where a random state of it moves, or the dataset holds a generator, nothing is changed.
+        exact: change only loaders known not to draw random numbers in their workers: a worker reads a few batches
+            first. If its random state changes, or the dataset holds a generator, nothing is changed.
 
     Raises:
         ValueError: an argument is out of range.

@@ -48,24 +48,24 @@ OnStall = Literal["warn", "raise", "ignore"]
 
 
 class StallDetector(CallbackBase):
-    """Find out where the time of a training run goes, why it waits, what to change, and what that will bring.
+    """Find out where the time of a training run goes, why it waits, what to change, and the expected gain.
 
     The time from ``on_train_start`` to ``on_train_end`` is attributed to phases, whose seconds are exclusive and add
-    up to wall time. On CUDA only the time counts in which the GPU was idle, measured with events that are read later.
+    up to wall time. On CUDA only GPU idle time counts, measured with events that are read later.
 
     Every ``window_size`` batches it logs ``step/time_s``, ``step/{phase}_percent`` and ``stall/count``, and reports
-    each cause above ``threshold`` once. ``report.json`` and ``report.html`` are in ``report_dir`` when ``fit`` has
-    ended, also by an exception; advice of an earlier ``report.json`` there that was followed is shown with its
-    measured gain.
+    each cause above ``threshold`` once. ``report.json`` and ``report.html`` are written to ``report_dir`` when ``fit``
+    ends, also after an exception. If advice of an earlier ``report.json`` there was followed, its measured gain is
+    shown.
 
-    Weights, batches, their order and random state are as without it. A rank reports its own time, and rank 0 also
-    which rank holds up the others. Guide: ``docs/stall-detector.md``.
+    Weights, batches, their order and random state do not change. A rank reports its own time, and rank 0 also which
+    rank delays the others. Guide: ``docs/stall-detector.md``.
 
     Args:
-        threshold: share of wall time, 0-1, from which on a cause is reported.
+        threshold: minimum share of wall time, 0-1, for a cause to be reported.
         window_size: training batches in a window.
-        warmup_steps: training batches at the beginning of ``fit`` that are left out of findings (compilation, cold
-            caches); they are still in the report's ``phases``.
+        warmup_steps: initial batches of ``fit`` that findings ignore (compilation, cold caches); they are still in the
+            report's ``phases``.
         on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
             ``"ignore"``. Several ranks raise at the same step, a few after the window, of which they have agreed
             through the key-value store of ``torch.distributed``, or when training ends; rank 0's findings count.
@@ -73,20 +73,20 @@ class StallDetector(CallbackBase):
         hang_timeout: seconds without progress (a finished step, validation batch or save), counted from
             ``on_train_start``, after which the stacks of this process and the state of its workers are written to
             ``report_dir/hang-*.txt`` and a warning is given, once for each hang. A validation batch and a save are
-            timed from their own beginning. Training is not ended. ``watch`` and ``post-mortem`` go by it, too.
+            timed from their own beginning. Training is not ended. ``watch`` and ``post-mortem`` use the limit, too.
         nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
-            ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a look
-            inside the step that is under way.
+            ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a
+            profiler recording that is in progress.
         print_report: print the report's table when ``fit`` has ended, on rank 0's stdout and as wide as the terminal,
             under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions.
         prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window's wall time, on CUDA of
             the GPU's, in which it waited for data. Refreshed with each window.
-        profile: whether torch.profiler may record a few steps on CUDA, once, where the inside of the step has to be
-            looked at. Once used, it can slow down what follows. ``"auto"``: with one rank, in the last steps before an
-            end that can be foreseen (``max_steps``; ``max_epochs`` with a known number of batches). ``"on"`` (or True):
-            whenever it is wanted; of several ranks on rank 0. ``"off"`` (or False): never. Where a look was needed and
-            not allowed, and nothing else was found, the verdict is ``"unknown"``, and a note says how to allow it.
+        profile: whether torch.profiler may record a few steps on CUDA, once, to see inside a step. Once used, it can
+            slow down later steps. ``"auto"``: with one rank, in the last steps before a foreseeable end
+            (``max_steps``; ``max_epochs`` with a known number of batches). ``"on"`` (or True): whenever needed; with
+            several ranks on rank 0. ``"off"`` (or False): never. If a recording was needed but disabled, and nothing
+            else was found, the verdict is ``"unknown"``, and a note says how to enable it.
         recorder: keep a flight recorder of this process and its loader's workers in ``report_dir/recorder``, which
             ``lightning-gpuopt post-mortem`` reads when a run has died or hangs. It is removed when ``fit`` ends well.
 
@@ -393,7 +393,7 @@ class StallDetector(CallbackBase):
         path = session.write_hang(local, quiet_s)
         warnings.warn(
             f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
-            f"{path}. Training goes on waiting.",
+            f"{path}. Training continues to wait.",
             stacklevel=2,
         )
 

@@ -35,7 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         default=3,
         help="passes over the training images; on CUDA as many more as make 10 s",
     )
-    add("--max-steps", type=NonNegativeInt, default=0, help="stop after so many steps; 0: at the end of the epochs")
+    add("--max-steps", type=NonNegativeInt, default=0, help="stop after this many steps; 0: at the end of the epochs")
     add("--batch-size", type=PositiveInt, default=None, help="images a step (default: 32; on CUDA as the GPU needs)")
     add("--num-workers", type=NonNegativeInt, default=0, help="worker processes of each DataLoader")
     add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="what to train on")

@@ -46,7 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a function without arguments that returns a DataLoader; modules in the current directory are found, too",
     )
     add("--step-time", type=NonNegativeFloat, default=0.0, metavar="MS", help="milliseconds of a training step")
-    add("--max-num-workers", type=PositiveInt, help="try no more than so many")
+    add("--max-num-workers", type=PositiveInt, help="upper limit of workers to try")
     add("--max-seconds", type=Seconds, default=10.0, help="time for the whole search")
     add("--tolerance", type=Tolerance, default=0.05, help="a gain below this share is not worth a worker")
     add("--local-world-size", type=PositiveInt, default=1, help="ranks of this node that load at the same time")

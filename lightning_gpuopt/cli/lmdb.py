@@ -98,7 +98,7 @@ def run(options: Namespace) -> int:
     except KeyboardInterrupt:  # also while torch is imported, which takes seconds
         if action != "build":
             raise
-        print("interrupted; --resume goes on", file=sys.stderr)
+        print("interrupted; --resume continues", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         error.args = tuple(_as_switches(part) if isinstance(part, str) else part for part in error.args)

@@ -34,7 +34,7 @@ def run(options: Namespace) -> int:
     if not folder.is_dir():
         raise UsageError(f"post-mortem: expected a folder of reports, got {folder}: no such folder")
     found = _read(folder)
-    if found is None and folder.absolute().name.startswith("fit-"):  # of watch: what is recorded lies beside it
+    if found is None and folder.absolute().name.startswith("fit-"):  # of watch: what is recorded is next to it
         found = _read(folder.absolute().parent)
     if found is None:
         raise UsageError(

@@ -29,8 +29,8 @@ DEFAULT_FOLDER: Final = "./gpuopt"
 # said before the command is run
 NOT_PREVENTED: Final = (
     "lightning-gpuopt watch --ceiling: the script ends inside its first fit that is long enough, with exit code 0, or "
-    "1 where nothing could be measured. Loggers and checkpoint callbacks are taken out of its Trainers. Not prevented: "
-    "what the script saves in its own hooks or before fit, and loggers that it has started itself before."
+    "1 if nothing could be measured. Loggers and checkpoint callbacks are removed from its Trainers. Not prevented: "
+    "files that the script saves in its own hooks or before fit, and loggers that it has started itself before."
 )
 _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 
@@ -38,19 +38,19 @@ _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``watch``."""
     add = parser.add_argument
-    add("--fix", action="store_true", help="change what is found while training runs, and keep what proves its gain")
-    add("--exact", action="store_true", help="with --fix: leave alone workers that may draw random numbers")
+    add("--fix", action="store_true", help="apply fixes while training runs, and keep those with a proven gain")
+    add("--exact", action="store_true", help="with --fix: change only loaders known not to draw in workers")
     add(
         "--ceiling",
         action="store_true",
-        help="measure what data can bring at most: after a while batches come from memory, and the script is ended",
+        help="measure how much a faster loader could gain: batches come from memory, then the script is ended",
     )
     add(
         "--report-dir",
         type=str,
         metavar="DIR",
         default=DEFAULT_FOLDER,
-        help="where the reports go, a folder for each run",
+        help="folder for reports, with one subfolder for each run",
     )
 
 
@@ -62,10 +62,10 @@ def run(options: Namespace, command: Sequence[str]) -> int:
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:
-        raise UsageError("--exact: expected --fix beside it, got none; for example: watch --fix --exact -- python a.py")
+        raise UsageError("--exact: expected --fix with it, got none; for example: watch --fix --exact -- python a.py")
     if options.ceiling and options.fix:
         raise UsageError(
-            "--ceiling: expected no --fix beside it, got both: the loader is measured as it is; run watch --ceiling "
+            "--ceiling: expected no --fix with it, got both: the loader is measured as it is; run watch --ceiling "
             "first, and watch --fix after it"
         )
     watch = _begin(Path(options.report_dir).absolute(), command, options)

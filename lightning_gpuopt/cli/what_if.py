@@ -67,7 +67,7 @@ def run(options: Namespace) -> int:
 
     for name in ("link_gb_per_s", "gradient_bytes"):
         if options[name] is not None and options.ranks is None:
-            raise UsageError(f"--{name.replace('_', '-')}: expected --ranks beside it, got none; give --ranks N")
+            raise UsageError(f"--{name.replace('_', '-')}: expected --ranks with it, got none; give --ranks N")
     change = WhatIf(**{name: options[name] for name in _CHANGES if options[name] is not None})
     if change == WhatIf() and options.ranks is None:
         asked = ", ".join(f"--{name.replace('_', '-')}" for name in (*_CHANGES, "ranks"))

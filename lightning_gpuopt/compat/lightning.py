@@ -3,7 +3,7 @@
 What concerns its loops' fetchers and the way of batches to the device is next door, in ``lightning_loops``.
 
 Each function that reads a private attribute names the version it was read from and what happens when it is gone: the
-feature disables itself and says so, training goes on.
+feature disables itself and says so, training continues.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def follow_advice(runs: list[Run]) -> None:
         _put_side_by_side(runs, output_dir)
         print(f"\n{table(runs)}")
         if not all(run.kept for run in runs):
-            print("* slower than the run before, taken back")
+            print("* slower than the run before, undone")
         print()
     else:
         print("Nothing to apply: the report names nothing that this demo could change")

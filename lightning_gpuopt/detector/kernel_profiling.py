@@ -91,7 +91,7 @@ class KernelProfiling:
 
     @property
     def left_out(self) -> bool:
-        """Whether nothing was looked at for want of a reason, and could have been."""
+        """Whether nothing was recorded because there was no reason, although it was possible."""
         return self._profile == "auto" and self.look is None and not self._wanted and not self._profiler_failed
 
     @property

@@ -270,7 +270,7 @@ class LoaderWatch(Probe):
         notes = [note for each in self._current for note in each.loader.notes] + self._downloads.notes()
         if self._unwatched:
             notes.append(
-                "A training loader could not be timed inside its workers: it is no DataLoader, or already ran."
+                "A training loader could not be timed inside its workers: it is not a DataLoader, or already ran."
             )
         return notes
 

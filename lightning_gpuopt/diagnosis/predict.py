@@ -121,7 +121,7 @@ def without_data_s(measurement: Measurement) -> float:
 
 
 def ceiling(measurement: Measurement) -> float | None:
-    """What any change of the loader brings at the very most, as steps per second over now; None without steps."""
+    """Upper bound of a faster loader's gain, as steps per second relative to now; None without steps."""
     step_s = measurement.waterfall.step_s
     return max(step_s / without_data_s(measurement), 1.0) if step_s else None
 
@@ -221,7 +221,7 @@ def _speedup_to(left_s: float, now_s: float, spread: float) -> Interval:
 
 
 def headroom(measurement: Measurement) -> float | None:
-    """Share of the steady step that is not the step's own work, 0-1: what could be gained at the very most."""
+    """Share of the steady step that is not the step's own work, 0-1: the upper bound of the gain."""
     waterfall = measurement.waterfall
     if not waterfall.step_s:
         return None

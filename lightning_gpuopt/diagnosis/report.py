@@ -24,9 +24,9 @@ class StallReport(RunRecord):
     """Where the time of a run went, and why. Guide: ``docs/reports.md``.
 
     Attributes:
-        verdict: the cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"`` where a look inside
-            the step was needed and not allowed (``StallDetector(profile=...)``; a note says how). ``"not_measured"``
-            where there is no steady step: the first note says how many a verdict needs.
+        verdict: the cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"`` if a profiler
+            recording was needed but disabled (``StallDetector(profile=...)``; a note says how). ``"not_measured"``
+            if there is no steady step: the first note says how many a verdict needs.
         wall_s: seconds from ``on_train_start`` to ``on_train_end``, or to now while training runs.
         phases: exclusive seconds by phase, over the whole run; they sum to ``wall_s``.
         findings: the causes above the threshold, largest first.

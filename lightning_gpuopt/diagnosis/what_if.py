@@ -97,7 +97,7 @@ def run_of(report: RunRecord, change: WhatIf) -> Run:
     if costs is None or not measured_s:
         raise CannotSayError(
             "expected a report that says what its loader costs, got one that does not: it is of an earlier version, "
-            "its loader is no DataLoader, or no step came after the warm-up"
+            "its loader is not a DataLoader, or no step came after the warm-up"
         )
     before = costs.num_workers, costs.prefetch_factor or 2
     now = model_from(costs).explaining(measured_s, *before)

@@ -172,7 +172,7 @@ def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, prog
         raise ValueError(_no_classes(os.fspath(path), loose))
     if labelled and loose:
         warnings.warn(
-            f"{path}: {len(loose)} images beside the class subfolders ({_some(loose)}) have no class and are left out",
+            f"{path}: {len(loose)} images next to the class subfolders ({_some(loose)}) have no class and are left out",
             stacklevel=2,
         )
     key = [_CACHE_VERSION, os.path.realpath(folder), labelled, sorted(image_extensions())]

@@ -229,7 +229,7 @@ def receive_cost(batch_bytes: float) -> Interval:
 
 
 def taking(ready_s: Sequence[float]) -> float:
-    """Seconds that taking a batch costs the training process: the end of the quickest quarter of those that lay ready.
+    """Seconds that taking a batch costs the training process: the end of the quickest quarter of finished ones.
 
     A batch in the queue may be another than the one whose turn it is.
     """

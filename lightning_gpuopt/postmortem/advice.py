@@ -35,10 +35,10 @@ def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
         without = "only SIGKILL, or os._exit(), ends a process without a word" if silent else ""
         if memory.near:
             memory_was_short = (
-                f"it was ended for want of memory, by the kernel or by an agent of the cluster: {memory.near}"
+                f"it was ended because memory ran out, by the kernel or by an agent of the cluster: {memory.near}"
             )
             return "; ".join(filter(None, (without, memory_was_short)))
-        return without or "somebody else ended it: an agent of the cluster, a supervisor, or a person"
+        return without or "something else ended it: an agent of the cluster, a supervisor, or a person"
     if ended == "bus_error":
         return (
             f"/dev/shm was full: {memory.shm_full}"
@@ -76,7 +76,7 @@ def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
             )
         return "look at the line above and at the last lines that it printed: a library found its own data broken."
     if ended == "interrupted":
-        return 'nothing is broken: trainer.fit(..., ckpt_path="last") goes on from the last checkpoint that was saved.'
+        return 'nothing is broken: trainer.fit(..., ckpt_path="last") continues from the last saved checkpoint.'
     if ended == "terminated":
         return "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher."
     if ended == "exited":

@@ -49,7 +49,7 @@ _TIME_OUT: Final = re.compile(r"timed? ?-?out", re.IGNORECASE)
 
 _VERBS: Final[Mapping[str, str]] = {
     "killed": "was ended by SIGKILL",
-    "out_of_memory": "was ended by the kernel for want of memory",
+    "out_of_memory": "was ended by the kernel because memory ran out",
     "bus_error": "was ended by a bus error (SIGBUS)",
     "segfault": "crashed with a segmentation fault (SIGSEGV)",
     "interrupted": "was interrupted (Ctrl-C, SIGINT)",
@@ -183,7 +183,7 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
         from_outside = ended in _TOLD_TO_END or (ended == "killed" and first.process.worker is None)
         if from_outside and (quiet := _quiet(_as_running(records), first.at_s)) is not None:
             found = describe_hang(_as_running(records), {}, {})
-            lines.append(f"Before it there was no progress for {span(quiet.quiet_s)}, which is no hang yet:")
+            lines.append(f"Before it there was no progress for {span(quiet.quiet_s)}, which is not a hang yet:")
             lines += [_capital(line) for line in found.text.splitlines()]
             likely = f"if it hung, {found.likely}" if found.likely else likely
             advice = found.advice or advice
@@ -324,14 +324,15 @@ def _of_running(
     stacks: Mapping[int, str],
     waits: Mapping[int, str],
 ) -> PostMortem:
-    """The run goes on: what it is at, and what it may wait for, before that counts as a hang."""
+    """The run is still running: what it is at, and what it may wait for, before that counts as a hang."""
     found = describe_hang(records, stacks, waits)
     steps = max(each.steps for each in running)
     quiet = _quiet(running, now_s)
-    lines = [f"The run goes on: {steps:,} steps so far, and no hang"]
+    lines = [f"The run is still running: {steps:,} steps so far, and no hang"]
     if quiet is not None:
         lines = [
-            f"The run goes on: {steps:,} steps so far, and no progress for {span(quiet.quiet_s)}, which is no hang yet"
+            f"The run is still running: {steps:,} steps so far, and no progress for {span(quiet.quiet_s)}, "
+            "which is not a hang yet"
         ]
     lines += [_capital(line) for line in found.text.splitlines()]
     likely = f"if it hangs, {found.likely}" if quiet is not None and found.likely else ""

@@ -229,13 +229,13 @@ def _not_a_dataset(path: Path) -> Exception:
         replaced = replaced_directory(path)
         if replaced.is_dir():
             return FileNotFoundError(
-                f"{path}: there is no dataset; replacing it was interrupted, and the old one lies beside it "
+                f"{path}: there is no dataset; replacing it was interrupted, and the old one is next to it "
                 f"({replaced}): rename it back, or run the build again with resume=True"
             )
         beside = staging_directory(path)
         if beside.is_dir():
             return FileNotFoundError(
-                f"{path}: there is no dataset, but an unfinished build lies beside it ({beside}): run the build again "
+                f"{path}: there is no dataset, but an unfinished build is next to it ({beside}): run the build again "
                 "with resume=True"
             )
         return FileNotFoundError(f"{path}: there is no such directory; give the path of a dataset made by build_lmdb")

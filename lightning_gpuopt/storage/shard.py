@@ -39,7 +39,7 @@ _DESCRIPTORS: Final = 4  # of a shard: its file, a large record table, and befor
 # a shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped
 TABLE_IN_MEMORY: Final = 1 << 20
 COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
-ANEW: Final = f"if the dataset was built anew meanwhile, open it again, else {COPY_AGAIN}"
+ANEW: Final = f"if the dataset was built again meanwhile, open it again, else {COPY_AGAIN}"
 _CALLED: Final = {".tab": "the shard's record table", ".lab": "the file of the shard's labels"}
 _OFFSET: Final = struct.Struct("<Q")
 _LENGTH: Final = struct.Struct("<I")

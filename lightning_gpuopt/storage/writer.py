@@ -147,7 +147,7 @@ class LMDBWriter:
         if self._was_finished and given != self._classes:
             raise ValueError(
                 f"{self.path}: it is finished, with the classes {self._classes}; give overwrite=True without "
-                "resume=True to write it anew"
+                "resume=True to write it again"
             )
         self._classes = given
 
@@ -272,7 +272,8 @@ class LMDBWriter:
             except (OSError, StorageError) as err:
                 _log.warning("%s: the last samples are lost: %s", self.path, err)
         _log.warning(
-            "%s is not finished (%s): %d samples are safe beside it; LMDBWriter(..., resume=True) goes on after them",
+            "%s is not finished (%s): %d samples are safely written next to it; LMDBWriter(..., resume=True) continues "
+            "after them",
             self.path,
             why,
             len(self),

@@ -85,7 +85,7 @@ class MemoryFiles:
         return known[0] if known else CgroupMemory()
 
     def oom_kills(self) -> int | None:
-        """How many processes of our own cgroup the kernel has ended for want of memory so far."""
+        """How many processes of our own cgroup the kernel has ended so far because memory ran out."""
         for group in self._groups:
             for file in ("memory.events.local", "memory.events", "memory.oom_control"):
                 if (count := _number_of(group / file, "oom_kill")) is not None:

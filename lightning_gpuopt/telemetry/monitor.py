@@ -102,7 +102,7 @@ class GpuMonitor:
         rank 0 ``gather_timeout_s`` for the others' last windows.
         """
         if not self._sampler.stop(timeout_s):
-            text = "NVML does not answer: its thread was left behind, and will shut NVML down when the call comes back."
+            text = "NVML does not answer: its thread keeps running, and will shut NVML down when the call returns."
             self._own_notices.append(Notice("warning", "nvml-hangs", text))
         self.cut(step)
         self._gather.close(gather_timeout_s)

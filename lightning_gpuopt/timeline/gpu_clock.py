@@ -66,7 +66,7 @@ class _Cut:
 
 
 def _turn_to(doing: int) -> Callable[[GpuClock], None]:
-    """The method for an event from which on the GPU does something else, whatever it did before."""
+    """The method for an event after which the GPU does something else, whatever it did before."""
     return lambda clock: clock._turn(doing)
 
 

@@ -14,7 +14,7 @@ from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, Pipeli
 def facts_of(loaders: Sequence[LoaderDescription]) -> LoaderFacts:
     """Sums and minima over loaders; a setting that one of them does not have is None.
 
-    What is no DataLoader, and has none inside it, has none of its settings.
+    A loader that is not a DataLoader, and has none inside it, has none of its settings.
     """
     if not loaders or any(each.kind in WITHOUT_SETTINGS for each in loaders):
         return LoaderFacts(duplicates=_duplicates(loaders))

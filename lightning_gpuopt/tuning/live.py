@@ -27,7 +27,7 @@ _ANOTHER_STEP: Final = 0.25  # relative change of the step time after which earl
 class LoaderStats:
     """Steps with the same number of workers; times are per step, and None is not known.
 
-    ``wait_s`` leaves out what taking a batch that lies ready costs. ``busy``: batches that were being made, or waited
+    ``wait_s`` does not include the cost of taking a finished batch. ``busy``: batches that were being made, or waited
     for a worker, when the consumer came for one. ``batch_tensors``: files that a batch keeps open.
     """
 

@@ -106,7 +106,7 @@ class ManagedLoader:
         try:
             reason = self._why_not(setting, value)
         except Exception as error:  # of the dataset's or the sampler's: what cannot be looked at is left alone
-            reason = f"it cannot be looked into: {type(error).__name__}: {error}"
+            reason = f"it cannot be inspected: {type(error).__name__}: {error}"
         if reason is None and self._comes_now(setting):
             return NOW
         if reason is None and last_epoch:
@@ -122,7 +122,7 @@ class ManagedLoader:
 
     def _why_not(self, setting: str, value: Any, *, tried: bool = False) -> str | None:
         if self.now(setting) == value:
-            return "it is so already"
+            return "it is already set"
         if self._left is not None:
             return self._left
         if setting in BY_TRIAL["random numbers"] and self._drawn is not None:

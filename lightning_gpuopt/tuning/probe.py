@@ -273,7 +273,7 @@ class _TrialReading:
         return hardly_busy or (times.unevenness or 0.0) <= times.batches * _EVEN_ENOUGH**2
 
     def _receive_s(self, service_s: float) -> float:
-        """Cost of taking a batch that lies ready: of most batches, or of two after a pause."""
+        """Cost of taking a finished batch: of most batches, or of two after a pause."""
         if len(self.ready_s) >= max(len(self.waits_s) / 2, _MIN_BATCHES):
             return taking(self.ready_s)
         quickest_s, pause_s = min(self.waits_s), 2.5 * service_s

@@ -1,6 +1,6 @@
 """The safety rules: what keeps a setting of a loader as it is, each with its reason in one sentence.
 
-Whoever changes a loader asks :func:`why_not`. ``docs/workers.md`` has the same table for readers; a test compares them.
+A change of a loader is checked by :func:`why_not`. ``docs/workers-rules.md`` has the same table; a test compares them.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def why_left_alone(loader: Any, *, iterable: bool = False) -> str | None:
     """Why a loader keeps its number of workers, whatever is measured: what completes "NumWorkersFinder leaves ..."."""
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        return f"a {name} alone, which is no torch DataLoader"
+        return f"a {name} alone, which is not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset) and not iterable:
         return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
     if loader.num_workers == 0 and has_own_state(loader):

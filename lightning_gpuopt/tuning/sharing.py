@@ -76,7 +76,7 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: in
             )
         if each.kind == "generator" and workers < 2 and not _seeds_workers(loader):
             return (
-                f"its dataset holds a random generator, {each}: workers would have copies of it that draw alike. "
+                f"its dataset holds a random generator, {each}: workers would have copies that draw the same numbers. "
                 "Draw from torch's, numpy's or Python's global state, or seed it in worker_init_fn"
             )
     return None
@@ -136,7 +136,7 @@ class WorkersStart:
     def why_no_more(self) -> str | None:
         """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
         if self.state.has_failed:
-            return "its dataset holds what cannot be looked into, and may change unseen"
+            return "its dataset holds objects that cannot be inspected, and may change unseen"
         loader = self._loader
         before = {id(each.value) for each in self.state.held}
         held = held_by(loader)

@@ -322,7 +322,7 @@ class TunedLoader:
         running.freeze()
         if result is None:
             cause = f"num-workers-{why.split(':')[0]}"
-            say_once(self._trainer, cause, f"NumWorkersFinder goes on with num_workers={number}: {why}")
+            say_once(self._trainer, cause, f"NumWorkersFinder continues with num_workers={number}: {why}")
         if number != running.loader.num_workers:
             self._apply(number)
         if result is not None:
@@ -362,7 +362,7 @@ class TunedLoader:
         loader, trainer = self.running.loader, self._trainer
         settings = []
         if choice.num_workers and not loader.persistent_workers and trainer.max_epochs != 1:
-            settings.append("persistent_workers=True: its workers are started anew in every epoch")
+            settings.append("persistent_workers=True: its workers are started again in every epoch")
         if not loader.pin_memory and trainer.strategy.root_device.type == "cuda":
             settings.append("pin_memory=True: copies to the GPU wait for the host")
         return f"give the DataLoader {'; '.join(settings)}" if settings else None

@@ -146,7 +146,7 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]], *, ex
     problem = _why_kept([seen for _, seen in batches])
     taking_s = receive_cost(float(nbytes_of(batches[-1][0])))[1]
     if problem is None and making_s is not None and making_s < taking_s:
-        problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can hand it over"
+        problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can transfer it"
     if problem is None and exact and (drawn or isinstance(loader.dataset, IterableDataset)):
         problem = "with exact=True its workers must not draw random numbers, and one was seen to"
     elif problem is None and exact and any(seen.holds for _, seen in batches):

@@ -64,7 +64,7 @@ def within(
 
 
 def _start(run: Callable[[], None]) -> None:
-    """Run a function on a thread; where none can be started, for want of memory or of processes, here."""
+    """Run a function on a thread; if none can be started (no memory or processes left), here."""
     try:
         threading.Thread(target=run, name="gpuopt-undisturbed", daemon=True).start()
     except (RuntimeError, MemoryError) as error:

@@ -16,7 +16,7 @@ _BOUND_TO_THE_MODEL: Final = ("log", "log_dict")  # attributes that Lightning gi
 class CallbackBase(Callback):
     """A callback that only watches or tunes: copied at rest, and disabled by :class:`Guard` where it fails."""
 
-    _after_failure = "training goes on"
+    _after_failure = "training continues"
 
     def _refuse_second(self, trainer: Trainer, kind: type[Callback], plural: str, why: str = "") -> None:
         """Refuse a Trainer that has another callback of this kind; called in ``setup``."""

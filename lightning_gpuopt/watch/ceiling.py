@@ -46,7 +46,7 @@ class Plan:
 def plan_of(steps: int | None, queued: int = 0, rhythm: int = 1) -> Plan | None:
     """What to measure in so many steps (None: no end can be foreseen); None where the run is too short.
 
-    ``queued`` batches may lie ready when training begins: they say nothing of the loader's rate. ``rhythm`` is the
+    ``queued`` batches may be finished when training begins: they say nothing of the loader's rate. ``rhythm`` is the
     batches of an optimizer step: each rate is that of whole ones.
     """
     warm_up = min(max(_WARM_UP, queued), _MAX_WARM_UP)
@@ -88,7 +88,7 @@ class Meter:
 
 
 class Prediction:
-    """What data can bring at most by a StallDetector's windows, and what the loader gives by itself."""
+    """Upper bound of a faster loader's gain, from a StallDetector's windows, and the rate of the loader alone."""
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
@@ -144,14 +144,14 @@ class Ceiling:
 
     @property
     def at_most(self) -> float:
-        """What data can bring at most, as steps per second over those of the run as it is; at least 1."""
+        """Upper bound of a faster loader's gain: steps per second relative to the unchanged run; at least 1."""
         return max(self.free_steps_per_s / self.steps_per_s, 1.0)
 
     def __str__(self) -> str:
         alone = f", your loader by itself {_figure(self.loader_steps_per_s)}" if self.loader_steps_per_s else ""
         return (
             f"with data that costs nothing: {_figure(self.free_steps_per_s)} steps/s; the run as it is "
-            f"{_figure(self.steps_per_s)}{alone}: data can bring {self.at_most:.1f}x at most"
+            f"{_figure(self.steps_per_s)}{alone}: a faster loader gains {self.at_most:.1f}x at most"
         )
 
 

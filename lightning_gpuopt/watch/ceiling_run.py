@@ -52,7 +52,7 @@ class HookClock(Callback):
 
 
 class CeilingRun(CallbackBase):
-    """Measures what data can bring at most, in one ``fit``, which it does not return from.
+    """Measures the upper bound of a faster loader's gain in one ``fit``, from which it does not return.
 
     ``before`` stands before the detector, and this callback behind it; None where the detector is the user's own.
     ``switched`` is called when the steps with the loader are over, ``measured`` on rank 0 of several, and ``leave``

@@ -141,7 +141,7 @@ class FlightWatch(ChildWatcher):
             where = f"All stacks: {path}"
         except OSError as error:
             where = f"The stacks could not be written to {path}: {error.strerror}"
-        self._say(f"lightning-gpuopt watch: {found.text}\n{where}. The command goes on waiting.")
+        self._say(f"lightning-gpuopt watch: {found.text}\n{where}. The command continues to wait.")
 
     def records(self) -> list[FlightRecord]:
         """What is known of all processes: from the memory that is held, and from files of those on other machines."""

@@ -134,7 +134,7 @@ def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[st
         "Nothing was measured: no Trainer was seen. Either",
         "- the script makes no Trainer of Lightning 2.5 or later;",
         f"- its Python does not look at PYTHONPATH ({started});",
-        "- or the environment is set anew on the way to it (a shell script, a container, srun --export=NONE): keep "
+        "- or the environment is reset on the way to it (a shell script, a container, srun --export=NONE): keep "
         "PYTHONPATH and LIGHTNING_GPUOPT_WATCH, and make their folders visible there.",
     ]
 
@@ -164,7 +164,7 @@ def _found(fits: list[Fit], watch: Watch, command: Sequence[str], report_dir: st
 
 
 def _ceiling_lines(fits: list[Fit], watch: Watch) -> list[str]:
-    """What data can bring at most: measured, and beside it what was predicted of the same run; or why not."""
+    """Upper bound of a faster loader's gain: measured, and as predicted for the same run; or why there is none."""
     fit = next((each for each in fits if each.ceiling is not None), None)
     if fit is None or fit.ceiling is None:
         why = [f"  {each.folder.name}: {each.no_ceiling or 'the process ended before'}." for each in fits]

@@ -94,7 +94,7 @@ class TestWhatIsLeftAlone:
         [
             ([], "there is no training loader"),
             ([loader(), loader()], "there are several training loaders, and nothing says which one it is about"),
-            ([[1, 2]], "AutoFix leaves a list alone, which is no torch DataLoader"),
+            ([[1, 2]], "AutoFix leaves a list alone, which is not a torch DataLoader"),
             ([Keeps(Numbers(), 2, num_workers=1)], "the state of a Keeps holds for the settings that it began with"),
         ],
     )
@@ -125,7 +125,7 @@ class TestWhatIsLeftAlone:
 
     def test_loaders_that_are_made_anew(self) -> None:
         rig = Rig(loader(), reload_dataloaders_every_n_epochs=1)
-        assert rig.change("num_workers", 3) == "the loaders are made anew while training runs"
+        assert rig.change("num_workers", 3) == "the loaders are made again while training runs"
 
 
 class Wraps:

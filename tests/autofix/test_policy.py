@@ -91,8 +91,7 @@ class TestWhetherItHelped:
         assert f"{least} to {last} windows before a change, and {first} or {last} after it" in text
         assert f"after {first} windows and after {last}), and the steps became faster by 2 % or more" in text
         assert (
-            f"without a proof after {last} windows is taken back, one that has made the steps slower after {lost}"
-            in text
+            f"without a proof after {last} windows is undone, one that has made the steps slower after {lost}" in text
         )
         assert policy._MIN_GAIN == 1.02
 

@@ -229,7 +229,7 @@ class TestWhenThingsGoWrong:
         steps: list[int] = []
         monkeypatch.setattr(AdjustableLoader, "step_done", broken)
         autofix, behind = AutoFix(report_dir=tmp_path), AfterBatch(lambda trainer, batch_idx: steps.append(batch_idx))
-        with pytest.warns(UserWarning, match="AutoFix disables itself, training goes on: ValueError: ours"):
+        with pytest.warns(UserWarning, match="AutoFix disables itself, training continues: ValueError: ours"):
             _, trainer = train(tmp_path, loader(Numbers(200)), [autofix, behind], max_epochs=1)
         assert steps == list(range(100))
         assert trainer.callbacks == [autofix, behind]

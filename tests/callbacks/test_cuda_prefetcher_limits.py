@@ -214,7 +214,7 @@ class TestWhatGoesWrong:
             model = Model()
             trainer = Trainer(**QUIET, accelerator="cpu", max_epochs=2, callbacks=list(callbacks))
             if callbacks:
-                with pytest.warns(UserWarning, match="CudaPrefetcher disables itself, training goes on: LookupError"):
+                with pytest.warns(UserWarning, match="CudaPrefetcher disables itself, training continues: LookupError"):
                     trainer.fit(model, loader(shuffle=True))
             else:
                 trainer.fit(model, loader(shuffle=True))

@@ -202,7 +202,7 @@ def test_the_choice_is_said_and_logged_once(
     said = [record.getMessage() for record in caplog.records if "NumWorkersFinder" in record.getMessage()]
     assert said == [
         "NumWorkersFinder: num_workers 1 → 4: 4.0× faster input, limited by consumer",
-        "NumWorkersFinder: give the DataLoader persistent_workers=True: its workers are started anew in every epoch",
+        "NumWorkersFinder: give the DataLoader persistent_workers=True: its workers are started again in every epoch",
     ]
     # the first two fetches are left out; three are a window of two steps; two windows
     assert [each for each in logger.records if "loader/num_workers" in each[1]] == [(7, {"loader/num_workers": 4.0})]
@@ -343,7 +343,7 @@ def test_a_probe_is_given_the_time_of_a_step_or_measures_it(
 def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, NumWorkersResult(1, (), "time"))
     source, finder = loader(2), NumWorkersFinder("probe", step_time_s=0.01)
-    with pytest.warns(UserWarning, match="goes on with num_workers=2: not one batch came within max_seconds=10"):
+    with pytest.warns(UserWarning, match="continues with num_workers=2: not one batch came within max_seconds=10"):
         fit(tmp_path, Model(source), finder, max_epochs=1)
     assert source.num_workers == 2
 
@@ -354,7 +354,7 @@ def test_an_error_of_ours_does_not_end_training(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(LivePolicy, "decide", fail)
     model = Model(loader())
-    with pytest.warns(UserWarning, match="NumWorkersFinder disables itself, training goes on: ZeroDivisionError: ours"):
+    with pytest.warns(UserWarning, match="disables itself, training continues: ZeroDivisionError: ours"):
         fit(tmp_path, model, NumWorkersFinder())
     assert len(model.batches) == 160
 
@@ -713,7 +713,7 @@ def test_a_loader_that_workers_cannot_serve_stays_without(
         "file": "its dataset holds dataset.held (BufferedReader",
         "generator": "its dataset holds a random generator, dataset.held (Generator)",
         "error": "a worker process fails: RuntimeError: Cannot re-initialize CUDA in forked subprocess",
-        "cheap": "sooner than a worker process can hand it over",
+        "cheap": "sooner than a worker process can transfer it",
         "stateful": "with workers it would shuffle",
         "wrapped": "a Wrapped makes its iterators itself",
         "spawn": "its workers would be started by 'spawn', which runs the program's script again",

@@ -522,7 +522,7 @@ class TestAsBefore:
         trainer = self.trainer(tmp_path, StallDetector(**FAST), max_steps=40)
         before = snapshot(trainer)
         with pytest.warns(
-            UserWarning, match="disables itself, training goes on: ArithmeticError: a bug of ours"
+            UserWarning, match="disables itself, training continues: ArithmeticError: a bug of ours"
         ) as caught:
             trainer.fit(Model())
         assert len([each for each in caught if "disables itself" in str(each.message)]) == 1

@@ -141,7 +141,7 @@ def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(folder: dict[str, bytes])
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             assert signal.sigtimedwait({signal.SIGIO}, 60) is not None
             process.send_signal(signal.SIGINT)
-            assert process.communicate(timeout=60) == ("", "interrupted; --resume goes on\n")
+            assert process.communicate(timeout=60) == ("", "interrupted; --resume continues\n")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGIO})
     assert process.returncode == 130
     assert run("build images out --resume") == 0
@@ -159,7 +159,7 @@ def test_ctrl_c_before_the_first_sample_says_it_too(folder: dict[str, bytes]) ->
         assert process.stdout is not None
         assert process.stdout.readline() == "imported\n"
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=60) == ("", "interrupted; --resume goes on\n")
+        assert process.communicate(timeout=60) == ("", "interrupted; --resume continues\n")
     assert process.returncode == 130
     assert run("build images out --resume") == 0
     assert [image for image, _ in stored(Path("out"))] == list(folder.values())

@@ -89,11 +89,11 @@ def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str])
         (
             "old.json --cpus 4",
             "old.json: expected a report that says what its loader costs, got one that does not: it is of an earlier "
-            "version, its loader is no DataLoader, or no step came after the warm-up; record one with StallDetector "
+            "version, its loader is not a DataLoader, or no step came after the warm-up; record one with StallDetector "
             "and give that",
         ),
-        ("one.json --link-gb-per-s 5", "--link-gb-per-s: expected --ranks beside it, got none; give --ranks N"),
-        ("one.json --gradient-bytes 5", "--gradient-bytes: expected --ranks beside it, got none; give --ranks N"),
+        ("one.json --link-gb-per-s 5", "--link-gb-per-s: expected --ranks with it, got none; give --ranks N"),
+        ("one.json --gradient-bytes 5", "--gradient-bytes: expected --ranks with it, got none; give --ranks N"),
         (
             "report.json --ranks 2",
             "report.json: expected a report of a run on one GPU, got one of unknown ranks on unknown; record one with "

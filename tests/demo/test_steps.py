@@ -265,7 +265,7 @@ def test_what_is_slower_is_taken_back_and_the_rest_builds_upon_the_run_before(
     assert asked == ["files", "files", "lmdb"]
     out = capsys.readouterr().out
     assert "0.80x*\n" in out
-    assert "\n* slower than the run before, taken back\n" in out
+    assert "\n* slower than the run before, undone\n" in out
     assert "\n2.0x samples per second; " in out
     assert (tmp_path / "run/metrics.csv").read_text() == "lmdb"
     assert (tmp_path / "run/before/metrics.csv").read_text() == "files"

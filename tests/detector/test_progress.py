@@ -1,4 +1,4 @@
-"""A hang is written down once, and training goes on waiting."""
+"""A hang is written down once, and training continues to wait."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ def fails(kind, message="", **known):
 
 # the post-mortem: what is likely, what to change
 SAID = {
-    "killed": (lambda: rank_dies(KILL), "somebody else ended it", "who sent SIGKILL"),
-    "killed-at-the-limit": (lambda: rank_dies(KILL, memory=FULL), "it was ended for want of memory", "more memory"),
+    "killed": (lambda: rank_dies(KILL), "something else ended it", "who sent SIGKILL"),
+    "killed-at-the-limit": (lambda: rank_dies(KILL, memory=FULL), "it was ended because memory ran out", "more memory"),
     "vanished": (lambda: judged(rank()), "only SIGKILL, or os._exit(), ends a process", "who sent SIGKILL"),
     "vanished-at-the-limit": (lambda: judged(rank(memory=FULL)), "4.0 GiB of 4.0 GiB", "more memory"),
-    "worker-killed-at-the-limit": (lambda: worker_dies(KILL, memory=FULL), "for want of memory", "numpy arrays"),
+    "worker-killed-at-the-limit": (lambda: worker_dies(KILL, memory=FULL), "because memory ran out", "numpy arrays"),
     "bus-error": (lambda: worker_dies(signal.SIGBUS), "/dev/shm was full for a moment, or", "--shm-size"),
     "bus-error-shm-full": (
         lambda: worker_dies(signal.SIGBUS, memory=FULL_SHM),

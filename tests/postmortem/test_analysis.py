@@ -121,8 +121,8 @@ def test_one_rank_in_words():
         f"It read sample 48,213, at {AT_READ}.",
         "Memory before: 2.0 GiB private; the cgroup used 4.0 GiB of 4.0 GiB.",
         "Private memory grew from 1.0 GiB to 2.0 GiB in 58 s.",
-        "Likely: it was ended for want of memory, by the kernel or by an agent of the cluster: its memory cgroup used "
-        "4.0 GiB of 4.0 GiB.",
+        "Likely: it was ended because memory ran out, by the kernel or by an agent of the cluster: its memory cgroup "
+        "used 4.0 GiB of 4.0 GiB.",
         f"What to change: {found.advice}",
     ]
 
@@ -208,7 +208,7 @@ def test_a_run_that_was_interrupted_before_it_counted_as_a_hang(quiet_s):
     interrupted = {"ended": "exception", "events": [raised("KeyboardInterrupt")]}
     found = judged(rank(progress_s=NOW - quiet_s, turn=3, **interrupted), worker(3), end=command(1))
     assert (found.ended, found.process) == ("interrupted", Process(0, None, 100)), found.text
-    waited = "Before it there was no progress for 40 s, which is no hang yet:" in found.text
+    waited = "Before it there was no progress for 40 s, which is not a hang yet:" in found.text
     assert waited is (quiet_s == 40.0), found.text
     assert ("48,213" in found.text and "Photos.__getitem__ (data.py:41)" in found.text) is waited, found.text
     assert found.likely.startswith("if it hung, ") is waited

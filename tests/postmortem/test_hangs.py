@@ -256,7 +256,7 @@ def test_how_a_hang_ends(records, command, hang, alive, ended, number) -> None: 
 def test_a_run_that_was_killed_says_what_it_waited_for() -> None:
     waiting = quiet(60.0, turn=3)
     text = judged([waiting, replace(worker(3), written_s=T)], CommandEnd(-9, T, 0, (), 100), None, False).text
-    assert "Before it there was no progress for 60 s, which is no hang yet:" in text.splitlines()
+    assert "Before it there was no progress for 60 s, which is not a hang yet:" in text.splitlines()
     assert (
         "It was the turn of worker 3 (pid 203): index 48,213, at Photos.__getitem__ (data.py:41)." in text.splitlines()
     )
@@ -264,7 +264,7 @@ def test_a_run_that_was_killed_says_what_it_waited_for() -> None:
 
 def test_what_its_detector_was_told_hides_no_wait() -> None:
     text = judged([quiet(110.0, hang_s=600.0)], CommandEnd(-9, T, 0, (), 100), None, False).text
-    assert "Before it there was no progress for 110 s, which is no hang yet:" in text.splitlines()
+    assert "Before it there was no progress for 110 s, which is not a hang yet:" in text.splitlines()
 
 
 def test_a_worker_that_is_stuck_is_named_after_its_run_was_interrupted() -> None:

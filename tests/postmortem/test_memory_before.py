@@ -21,7 +21,7 @@ def killed(*, of_rank: tuple[MemoryReading, ...] = (), of_worker: tuple[MemoryRe
 def test_a_kill_at_the_limit_is_likely_for_want_of_memory() -> None:
     found = killed(of_rank=readings(2 * GIB, 3 * GIB, int(3.9 * GIB), limit=4 * GIB))
     assert found.ended == "killed"
-    assert "for want of memory" in found.likely
+    assert "because memory ran out" in found.likely
     assert "3.9 GiB of 4.0 GiB" in found.likely
 
 

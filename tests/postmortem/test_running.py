@@ -28,7 +28,7 @@ def test_a_run_without_progress_that_is_no_hang_yet_says_what_it_waits_for() -> 
     assert (found.ended, found.process) == ("unknown", Process(0, 1, 201))
     assert (found.where, found.index) == ("Photos.__getitem__ (data.py:41)", 48_213)
     first, turn, likely, advice = found.text.splitlines()
-    assert first == "The run goes on: 40 steps so far, and no progress for 30 s, which is no hang yet."
+    assert first == "The run is still running: 40 steps so far, and no progress for 30 s, which is not a hang yet."
     assert turn == "It was the turn of worker 1 (pid 201): index 48,213, at Photos.__getitem__ (data.py:41)."
     assert likely == "Likely: if it hangs, a read or a call that does not return: look at the line above."
     assert advice.startswith("What to change: DataLoader(timeout=...)")
@@ -46,7 +46,7 @@ def test_of_a_run_that_makes_progress_only_its_place_is_said() -> None:
     found = said(replace(RANK, progress_s=NOW - 19.0), WORKER)  # ten times its longest are 20 s
     assert (found.ended, found.process, found.likely, found.advice) == ("unknown", Process(0, 1, 201), "", "")
     assert found.text.splitlines() == [
-        "The run goes on: 40 steps so far, and no hang.",
+        "The run is still running: 40 steps so far, and no hang.",
         "It was the turn of worker 1 (pid 201): index 48,213, at Photos.__getitem__ (data.py:41).",
     ]
 

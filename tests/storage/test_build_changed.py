@@ -94,7 +94,7 @@ def test_after_a_strict_failure_a_build_goes_on_where_it_was(
 ) -> None:
     change(failed)
     with pytest.raises(
-        FileExistsError, match=r"40 samples in 4 finished shards, .*; give resume=True to go on with it, or"
+        FileExistsError, match=r"40 samples in 4 finished shards, .*; give resume=True to continue it, or"
     ):
         build(failed, tmp_path / "out", strict=True)
     info = build(failed, tmp_path / "out", strict=True, resume=True)

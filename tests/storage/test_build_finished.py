@@ -191,7 +191,7 @@ def test_an_interrupted_replacement_is_not_taken_for_finished(tmp_path: Path) ->
     build(Numbers(0), path)
     with pytest.raises(KeyboardInterrupt, match="run the build again with overwrite=True and resume=True"):
         build(Numbers(7, stop=True), path, overwrite=True)
-    with pytest.raises(FileExistsError, match="an unfinished build that is to replace it lies beside it"):
+    with pytest.raises(FileExistsError, match="an unfinished build that is to replace it is next to it"):
         build(Numbers(7), path, resume=True)
     assert LMDBDataset(path)[0] == 0
     build(Numbers(7), path, resume=True, overwrite=True)

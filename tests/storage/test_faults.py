@@ -115,7 +115,11 @@ def test_samples_of_a_file_that_is_cut_off_are_not_skipped(path: Path, tmp_path:
     ("number", "kind", "text"),
     [
         (errno.EIO, OSError, r"Input/output error \(at byte \d+\): '{path}'"),
-        (errno.ESTALE, DamagedFileError, r"{path}: gone while it was read, at byte \d+: if the dataset was built anew"),
+        (
+            errno.ESTALE,
+            DamagedFileError,
+            r"{path}: gone while it was read, at byte \d+: if the dataset was built again",
+        ),
     ],
 )
 def test_what_the_system_refuses_names_file_and_offset(
@@ -269,7 +273,7 @@ def test_a_dataset_built_anew_is_noticed_when_a_file_is_opened_again(
     assert [dataset[index][1] for index in (20, 1, 21)] == [20, 1, 21]
     write(path, -1, overwrite=True)  # of the same sizes
     assert dataset[22][0][0] == 22  # is still open
-    with pytest.raises(DamagedFileError, match="built anew"):
+    with pytest.raises(DamagedFileError, match="built again"):
         dataset[1]
 
 

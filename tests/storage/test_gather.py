@@ -229,7 +229,7 @@ def test_a_dataset_that_was_built_anew_meanwhile_is_not_mixed_in(tmp_path: Path)
     gather = whole(stored(tmp_path / "data", lambda i: (np.full(20, i, np.uint8), i)))
     (tmp_path / "data").rename(tmp_path / "old")
     stored(tmp_path / "data", lambda i: (np.full(20, 255 - i, np.uint8), i))  # of the same sizes
-    with pytest.raises(DamagedError, match=r"shard-00001\.tab: not the record table .* built anew"):
+    with pytest.raises(DamagedError, match=r"shard-00001\.tab: not the record table .* built again"):
         gather.__getitems__([0])
 
 

@@ -210,7 +210,7 @@ def test_columns_of_another_dataset_are_refused(tmp_path: Path) -> None:
     write_numbered(tmp_path / "d", 25)
     dataset = LMDBDataset(tmp_path / "d")
     write(tmp_path / "d", [(b"", 1)] * 25, overwrite=True)
-    with pytest.raises(DamagedError, match="if the dataset was built anew meanwhile, open it again"):
+    with pytest.raises(DamagedError, match="if the dataset was built again meanwhile, open it again"):
         dataset.targets  # noqa: B018
     assert LMDBDataset(tmp_path / "d").targets == [1] * 25
 

@@ -255,10 +255,10 @@ def test_an_open_dataset_never_mixes_with_the_one_that_replaces_it(tmp_path: Pat
     build(-1)  # of the same sizes in every respect
     assert [old[0], old[1]] == [1, 2]
     with pytest.raises(
-        DamagedError, match=r"sample 2 \(shard-00001\): .*if the dataset was built anew meanwhile, open it"
+        DamagedError, match=r"sample 2 \(shard-00001\): .*if the dataset was built again meanwhile, open it"
     ):
         old[2]
-    with pytest.raises(DamagedError, match="built anew"):
+    with pytest.raises(DamagedError, match="built again"):
         pickle.loads(pickle.dumps(old))[0]
     assert list(LMDBDataset(tmp_path / "d")) == [-1, -2, -3, -4]
     build(1)  # the same content again

@@ -66,7 +66,7 @@ def test_a_class_without_images_keeps_its_label_and_is_told(tmp_path: Path) -> N
 def test_images_beside_the_classes_are_told(tmp_path: Path) -> None:
     write_folder(tmp_path, {"a": 1})
     (tmp_path / "loose.jpg").write_bytes(b"x")
-    with pytest.warns(UserWarning, match=r"1 images beside the class subfolders \(loose.jpg\) have no class"):
+    with pytest.warns(UserWarning, match=r"1 images next to the class subfolders \(loose.jpg\) have no class"):
         assert len(open_source(tmp_path)) == 1
 
 

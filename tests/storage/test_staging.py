@@ -96,7 +96,7 @@ def test_an_unfinished_build_is_resumed_or_thrown_away_as_one_says(tmp_path: Pat
     path = tmp_path / "dataset"
     with begin(path) as staging:
         shard = add_shard(staging)
-    with pytest.raises(FileExistsError, match=r"unfinished build lies beside it .*give resume=True"):
+    with pytest.raises(FileExistsError, match=r"unfinished build is next to it .*give resume=True"):
         begin(path)
     with begin(path, resume=True) as staging:
         assert staging.finished() == {0: shard}

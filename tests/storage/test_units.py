@@ -434,8 +434,8 @@ class FutureOfItsOwn(Immediately):
     ("options", "complaint"),
     [
         ({"executor": 3}, r"executor: expected a concurrent\.futures\.Executor, or None, got 3"),
-        ({"executor": Immediately(), "num_proc": 2}, "num_proc: expected 1 beside executor=.*, got 2"),
-        ({"executor": Immediately(), "part": (0, 2)}, r"part: expected None beside executor=.*, got \(0, 2\)"),
+        ({"executor": Immediately(), "num_proc": 2}, "num_proc: expected 1 with executor=.*, got 2"),
+        ({"executor": Immediately(), "part": (0, 2)}, r"part: expected None with executor=.*, got \(0, 2\)"),
         ({"executor": FutureOfItsOwn()}, r"executor: expected .* \(of Dask: client\.get_executor\(\)\), got "),
     ],
 )

@@ -69,13 +69,13 @@ def test_an_exception_leaves_what_was_written_for_a_resume(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING), pytest.raises(Interrupted):
         write_and_fail(path, 6, samples_per_shard=4)
     assert caplog.messages == [
-        f"{path} is not finished (Interrupted): 6 samples are safe beside it; "
-        "LMDBWriter(..., resume=True) goes on after them"
+        f"{path} is not finished (Interrupted): 6 samples are safely written next to it; "
+        "LMDBWriter(..., resume=True) continues after them"
     ]
     assert not path.exists()
     with pytest.raises(FileNotFoundError, match="run the build again with resume=True"):
         LMDBDataset(path)
-    with pytest.raises(FileExistsError, match="give resume=True to go on"):
+    with pytest.raises(FileExistsError, match="give resume=True to continue"):
         LMDBWriter(path, samples_per_shard=4)
     with pytest.raises(StorageError, match="samples_per_shard was 4, now 5"):
         LMDBWriter(path, samples_per_shard=5, resume=True)

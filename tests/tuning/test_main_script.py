@@ -183,8 +183,8 @@ def test_the_finder_reports_it_in_a_line_and_training_goes_on(tmp_path: Path) ->
     own_guard = "if 'BEGUN' not in os.environ:\n    os.environ['BEGUN'] = '1'\n    train()"
     ran = Ran(tmp_path, "spawn", own_guard)
     assert (ran.code, ran.out) == (0, "16 1"), ran.err
-    lines = [line for line in ran.err.splitlines() if "NumWorkersFinder goes on" in line]
-    expected = f"NumWorkersFinder goes on with num_workers=1: its trials failed: ValueError: {ran.refusal('spawn')}"
+    lines = [line for line in ran.err.splitlines() if "NumWorkersFinder continues" in line]
+    expected = f"NumWorkersFinder continues with num_workers=1: its trials failed: ValueError: {ran.refusal('spawn')}"
     assert len(lines) == 1, ran.err
     assert lines[0].endswith(expected)
     assert ran.runs == 2  # once more by the worker that training itself starts

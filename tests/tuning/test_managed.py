@@ -21,7 +21,7 @@ from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
 from tests.tuning.datasets import Stream
 
-PAGE = Path(__file__).parents[2] / "docs/workers.md"
+PAGE = Path(__file__).parents[2] / "docs/workers-rules.md"
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -145,7 +145,7 @@ def made_by(one: ManagedLoader) -> Any:
         (loader, "prefetch_factor", 4, "with the next iterator"),
         (loader, "pin_memory", True, "with the next iterator"),
         (loader, "persistent_workers", True, "with the next iterator"),
-        (loader, "num_workers", 1, "refused because it is so already"),
+        (loader, "num_workers", 1, "refused because it is already set"),
         (lambda: loader(kind=Makes), "num_workers", 2, "refused because a Makes makes its iterators itself"),
         (lambda: loader(kind=Makes), "prefetch_factor", 4, "with the next iterator"),
         (lambda: loader(kind=Keeps), "prefetch_factor", 4, "refused because the state of a Keeps holds for"),
@@ -193,7 +193,7 @@ def test_a_dataset_that_cannot_be_looked_into_is_left_alone() -> None:
             raise OSError("gone")
 
     assert managed(loader(sampler=Fails())).when("num_workers", 2) == (
-        "refused because it cannot be looked into: OSError: gone"
+        "refused because it cannot be inspected: OSError: gone"
     )
 
 

@@ -88,7 +88,7 @@ def test_batches_that_are_made_sooner_than_handed_over_stay_where_they_are(monke
     assert look(loader(TensorDataset(torch.zeros(800, 0)))).problem is None
     problem = look(loader(TensorDataset(torch.zeros(800, 4)))).problem  # 128 bytes a batch
     assert problem is not None
-    assert "sooner than a worker process can hand it over" in problem
+    assert "sooner than a worker process can transfer it" in problem
 
 
 def test_a_stream_is_read_where_that_is_allowed() -> None:

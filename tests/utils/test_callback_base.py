@@ -36,7 +36,7 @@ def trainer(tmp_path: Any) -> Any:
 class TestGuard:
     def test_a_failure_is_reported_once_and_the_callback_disables_itself(self, trainer: Any) -> None:
         watcher = Watcher()
-        said = "^Watcher disables itself, training goes on: ValueError: ours$"
+        said = "^Watcher disables itself, training continues: ValueError: ours$"
         with pytest.warns(UserWarning, match=said), Guard(watcher, trainer):
             raise ValueError("ours")
         with warnings.catch_warnings(), Guard(watcher, trainer):

@@ -30,7 +30,7 @@ from tests.watch.test_watch import reports, watch
 
 MEASURED = re.compile(
     r"\nCeiling: with data that costs nothing: [\d.]+ steps/s; the run as it is [\d.]+, your loader by itself [\d.]+: "
-    r"data can bring [\d.]+x at most."
+    r"a faster loader gains [\d.]+x at most."
     r"\n         Predicted: data [\d.]+x at most.*"
     r"\n         Nothing of this run is kept: no weights, checkpoints or logs\."
 )
@@ -183,7 +183,7 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["watch", "--ceiling", "--fix", "--", "true"]) == 2
     assert capsys.readouterr().err == (
-        "error: --ceiling: expected no --fix beside it, got both: the loader is measured as it is; run watch --ceiling "
+        "error: --ceiling: expected no --fix with it, got both: the loader is measured as it is; run watch --ceiling "
         "first, and watch --fix after it\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -283,15 +283,16 @@ class TestWords:
         report = StallReport("slow_storage", 1.0, {}, [finding])
         fit = Fit(tmp_path, report, ceiling=Ceiling(5.2, 12.1, 100, 60, 5, 2.24))
         assert _ceiling_lines([Fit(tmp_path), fit], Watch(str(tmp_path))) == [
-            "Ceiling: with data that costs nothing: 12.1 steps/s; the run as it is 5.2: data can bring 2.3x at most.",
+            "Ceiling: with data that costs nothing: 12.1 steps/s; the run as it is 5.2: "
+            "a faster loader gains 2.3x at most.",
             "         Predicted: data 2.2x at most, the advice of slow_storage 1.9x.",
             "         Nothing of this run is kept: no weights, checkpoints or logs.",
         ]
 
     def test_a_loader_that_costs_nothing(self):
         assert str(Ceiling(1110.4, 1100.0, 100, 60, 5, loader_steps_per_s=2000.0)) == (
-            "with data that costs nothing: 1100 steps/s; the run as it is 1110, your loader by itself 2000: data can "
-            "bring 1.0x at most"
+            "with data that costs nothing: 1100 steps/s; the run as it is 1110, your loader by itself 2000: "
+            "a faster loader gains 1.0x at most"
         )
 
     def test_nothing(self, tmp_path):

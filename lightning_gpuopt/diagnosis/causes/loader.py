@@ -133,7 +133,7 @@ def _that_are_much(parts: Mapping[str, float], wait_s: float) -> dict[str, float
 
 
 def _is_even(measurement: Measurement) -> bool:
-    """Whether no single batch stands out, or the others do not lie ready behind one that does."""
+    """Whether no single batch is slow, or the others are not finished behind one that is."""
     workers, queues = measurement.workers, measurement.queues
     if workers.unevenness is None or workers.unevenness < _UNEVEN:
         return True

@@ -39,17 +39,15 @@ FACTS_SHOWN: Final = 4  # figures of a finding's evidence that the terminal show
 # callbacks of ours that measure a run, and change what they find
 MEASURING: Final = frozenset(("AutoFix", "GpuUtilMonitor", "StallDetector", "WatchedRun"))
 OURS: Final = MEASURING | {"CudaPrefetcher", "NumWorkersFinder"}  # all callbacks of ours
-COMPUTE_BOUND: Final = Cause(
-    "compute_bound", "Nothing holds the training up: the time goes into the steps' own work.", ""
-)
+COMPUTE_BOUND: Final = Cause("compute_bound", "No bottleneck was found: the time goes into the steps' own work.", "")
 
 UNKNOWN: Final = Cause(
     "unknown",
-    "The GPU may wait inside the steps: a look was needed and not allowed. A note says how to allow it.",
+    "The GPU may wait inside the steps: a profiler recording was needed but disabled. A note says how to enable it.",
     "",
 )
 
-NOT_MEASURED: Final = Cause("not_measured", "No step was measured, so nothing is known of what it waits for.", "")
+NOT_MEASURED: Final = Cause("not_measured", "No step was measured, so it is not known what training waits for.", "")
 
 _ALL: Final = (
     Cause(
@@ -63,7 +61,7 @@ _ALL: Final = (
         needs_cpus=True,
         doing="The training process loads the data itself",
         cases={
-            "no_dataloader": "The loader works in the training process and is no DataLoader: let it prepare batches "
+            "no_dataloader": "The loader works in the training process and is not a DataLoader: let it prepare batches "
             "ahead.",
             "handing_over": "The training process loads the data itself, and worker processes would not be faster: "
             "handing a batch over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), "
@@ -140,7 +138,7 @@ _ALL: Final = (
             "crop_size=..., normalize=...) decodes only what is cropped, and normalises on the device.",
             "others": "Other programs use about {others:.2g} of the {usable:g} CPUs, and the workers wait for them: "
             "end those, or ask for CPUs of your own. More workers would not help.",
-            "step": "The host starts the GPU's work too slowly for want of CPUs.",
+            "step": "The host starts the GPU's work too slowly, because no CPU is free.",
             "pipeline": "The pipeline's CPU threads use all the CPU there is: more of them would not help. "
             "{smaller}{gpu}.",
         },
@@ -182,9 +180,9 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         cases={
-            "no_workers": "A batch of these samples is made faster than a worker process can hand it over: load in the "
+            "no_workers": "A batch of these samples is made faster than a worker process can transfer it: load in the "
             "training process (num_workers=0), or make larger batches.",
-            "ready": "Batches lie ready, and taking one from its worker is what waits, {ms:.3g} ms a step: keep them "
+            "ready": "Batches are finished, but taking one from its worker takes {ms:.3g} ms a step: keep them "
             "small (uint8 instead of float32), make them of few tensors rather than many Python objects, and leave "
             "padding and stacking to the device.",
         },
@@ -262,7 +260,7 @@ _ALL: Final = (
     ),
     Cause(
         "callback",
-        "A callback's own work holds the training up.",
+        "A callback's own work delays training.",
         "{callback}.{hook} holds up training: do its work less often, or in a thread.",
         decided_by="hooks_s ms_per_step step_ms",
         group="hooks",
@@ -278,7 +276,7 @@ _ALL: Final = (
     ),
     Cause(
         "logging",
-        "Calls of the logger, or metrics that are reduced over the ranks in each step, hold the training up.",
+        "Calls of the logger, or metrics that are reduced over the ranks in each step, delay training.",
         "The logger's own calls hold up training: log less often with Trainer(log_every_n_steps=...), or let the "
         "logger write in the background.",
         decided_by="ms_per_step step_ms sync_ms_per_step syncs_per_step",

@@ -166,8 +166,8 @@ def change_line(change: Change) -> str:
 
 
 def outcome(change: Change) -> str:
-    """``"kept"``, ``"taken back"``, ``"advised"`` or ``"not tried"``, with the reason."""
-    word = {True: "kept", False: "taken back", None: "advised"}[change.kept]
+    """``"kept"``, ``"undone"``, ``"advised"`` or ``"not tried"``, with the reason."""
+    word = {True: "kept", False: "undone", None: "advised"}[change.kept]
     if change.kept is None and change.why.startswith(COSTS_MORE):
         word = "not tried"
     return f"{word} ({change.why})" if change.why else word

@@ -139,7 +139,7 @@ def build_lmdb(
     choice("check", check, ("header", "decode"))
     real_number("max_skipped", max_skipped, "a share of the samples", least=0, at_most=1)
     if strict and max_skipped != MAX_SKIPPED:
-        refuse("max_skipped", "none beside strict=True, which stops at the first bad image", max_skipped)
+        refuse("max_skipped", "none with strict=True, which stops at the first bad image", max_skipped)
     for name, kind in (kinds or {}).items():
         choice(f"kinds[{name!r}]", kind, get_args(Kind))
     indexes = indexing(path, overwrite=overwrite, part=part, num_proc=num_proc, executor=executor, progress=progress)
@@ -255,9 +255,9 @@ def _check_executor(executor: Any, num_proc: int, part: Any) -> None:
     if not callable(getattr(executor, "submit", None)):
         refuse("executor", "a concurrent.futures.Executor, or None", executor, wrong_type=True)
     if num_proc != 1:
-        refuse("num_proc", "1 beside executor=, whose workers build", num_proc)
+        refuse("num_proc", "1 with executor=, whose workers build", num_proc)
     if part is not None:
-        refuse("part", "None beside executor=, which has all parts built", part)
+        refuse("part", "None with executor=, which has all parts built", part)
 
 
 def _refuse_inside(source: Source, path: str | os.PathLike[str]) -> None:

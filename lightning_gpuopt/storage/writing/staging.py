@@ -215,8 +215,8 @@ class Staging:
         there = self._what_is_there(notes)
         if not (self._overwrite or resume):
             raise FileExistsError(
-                f"{self.path}: an unfinished build lies beside it ({self.directory}: {there}); give resume=True to go "
-                "on with it, or overwrite=True to begin anew"
+                f"{self.path}: an unfinished build is next to it ({self.directory}: {there}); give resume=True "
+                "to continue it, or overwrite=True to start again"
             )
         if not self.finished():
             return
@@ -317,7 +317,7 @@ def finished_dataset(path: Path) -> Manifest | None:
     beside = staging_directory(path)
     if read_plan(beside) is not None:
         raise FileExistsError(
-            f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it lies "
-            f"beside it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"
+            f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it is "
+            f"next to it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"
         )
     return manifest

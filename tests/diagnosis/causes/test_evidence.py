@@ -71,7 +71,7 @@ def transfer_is_right(found: Finding, of: Measurement) -> bool:
     data_ms, collate_ms = number(found, "dataset_ms_per_batch"), number(found, "collate_ms_per_batch")
     if found.settings == {"num_workers": 0}:
         return data_ms + collate_ms < number(found, "ms_per_step") + 2.0
-    if found.advice.startswith("Batches lie ready"):
+    if found.advice.startswith("Batches are finished"):
         return number(found, "queue_empty_percent") <= 30
     assert found.advice.startswith("The samples are read quickly")
     each = number(found, "num_workers")

@@ -104,7 +104,7 @@ def test_one_worker_whose_batches_lie_ready_is_not_what_training_waits_for() -> 
     one = replace(TWO_WORKERS, num_workers=1)
     ready = find(workers(data_s=0.07), one, wait_s=1.0, queues=TRANSFER)
     assert (ready.cause, ready.settings) == ("worker_transfer", {})
-    assert ready.advice.startswith("Batches lie ready, and taking one from its worker is what waits, 10 ms a step: ")
+    assert ready.advice.startswith("Batches are finished, but taking one from its worker takes 10 ms a step: ")
     assert find(workers(data_s=0.07), one, wait_s=1.0, queues=EVEN).cause == "slow_storage"
     assert find(workers(data_s=0.14), TWO_WORKERS, wait_s=1.0, queues=TRANSFER).cause == "slow_storage"
 

@@ -22,7 +22,7 @@ from tests.diagnosis.numbers import TWO_WORKERS, data_finding, host, measurement
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 PAGES = DOCS / "causes"
-HEADINGS = ["How it looks", "What to do", "How it is told apart", "Evidence"]
+HEADINGS = ["How it looks", "What to do", "How it differs from other causes", "Evidence"]
 
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _KEY = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)

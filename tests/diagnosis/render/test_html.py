@@ -117,7 +117,7 @@ def test_what_was_changed_comes_first_and_then_what_is_left() -> None:
     assert lines[:3] == [
         "Changes while training ran:",
         "  num_workers 1 → 6: predicted 4.0x (3.5x to 4.5x), measured 3.9x, kept",
-        "  prefetch_factor 2 → 8: measured 1.00x, taken back (no gain)",
+        "  prefetch_factor 2 → 8: measured 1.00x, undone (no gain)",
     ]
     starts = ("To have them", "main_process_loading: num_workers=2", "Verdict: ", "1. ", "2. ", " where the time went")
     found = [next(number for number, line in enumerate(lines) if line.startswith(start)) for start in starts]
