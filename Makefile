@@ -63,6 +63,7 @@ lint: $(READY)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python -m tests.prose
 
 # The same before each commit; see .pre-commit-config.yaml.
 hooks: $(READY)
