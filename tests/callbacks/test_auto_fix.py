@@ -291,8 +291,8 @@ def test_the_report_tells_what_was_tried(tmp_path):
     at = lines.index("Changes while training ran:")
     assert lines[at + 1 : at + 6] == [
         "  num_workers 1 → 2: predicted 2.0x (1.5x to 2.5x), measured 2.0x, kept",
-        "  prefetch_factor 2 → 4: predicted 2.0x (1.5x to 2.5x), measured 1.00x, taken",
-        "  back (no gain that could be told from noise)",
+        "  prefetch_factor 2 → 4: predicted 2.0x (1.5x to 2.5x), measured 1.00x, undone",
+        "  (no gain that could be told from noise)",
         "To have them from the start:",
         "  DataLoader(..., num_workers=2)",
     ]
