@@ -214,7 +214,7 @@ def test_after_the_end_of_a_stream_no_sample_is_read(batch_size, tmp_path):
 class DiesAtItsFirstSample(Data):
     def __getitem__(self, index):
         (beat,) = (each for each in threading.enumerate() if isinstance(each, Beat))
-        while "__getitem__" not in beat._place:
+        while "__getitem__" not in beat._ring._shown.get("place", ""):
             pass
         seen = beat._beats
         while beat._beats == seen:  # then it is in the ring
