@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from tests.lanes import LANES
 from tests.simulators.nvml import Simulator, build
 from tests.simulators.simulated_time import SimulatedTime
 
+importlib.import_module("lightning.pytorch")  # on import it says whether its messages are handed on
 for _name in ("lightning.pytorch", "pytorch_lightning"):
     # Imported before pytest listens, they keep their messages from it.
     logging.getLogger(_name).propagate = True
