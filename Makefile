@@ -28,28 +28,28 @@ demo: $(READY)
 #   test-loaders   loaders of libraries, in an environment that has them
 #   test-engines   engines whose workers build an LMDB, in an environment that has them
 # Two processes share a lane's tests. A process that dies ends the lane, with the name of its test: another in its place
-# would wait for ever for more tests than are left.
+# would wait for ever for more tests than are left. Tests that fail are run once more, alone and in a new process: real
+# processes, signals and clocks are in nearly every lane, and what a fixture measured is then measured again, too.
 PARALLEL ?= -n 2 --max-worker-restart 0
+lane = $(1)/bin/python -m pytest -q -o cache_dir=.pytest_cache/$@ $(2)
+run-lane = $(call lane,$(1),$(2)) $(PARALLEL) --cache-clear || { test $$? -eq 1 && \
+	echo 'make $@: those that failed, once more, alone' && $(call lane,$(1),$(2)) -n 0 --last-failed --last-failed-no-failures none; }
 
 test: $(READY)
-	$(BIN)/python -m pytest -q $(PARALLEL)
-
-# Nothing else runs beside them. Those that fail are run once more, in a new process: what a fixture has measured for
-# several tests is then measured again, too.
-TIMED := -q -n 0 -m timed -o cache_dir=.pytest_cache/timed
+	$(call run-lane,$(VENV))
 
 test-timed: $(READY)
-	$(BIN)/python -m pytest $(TIMED) --cache-clear || { test $$? -eq 1 && $(BIN)/python -m pytest $(TIMED) --last-failed --last-failed-no-failures none; }
+	$(call run-lane,$(VENV),-m timed)
 
 # The core lane beside four busy processes: what fails here only for want of time belongs into test-timed.
 test-loaded: $(READY)
 	$(BIN)/python -m tests.loaded 4 $(BIN)/python -m pytest -q $(PARALLEL) $(ARGS)
 
 test-examples: $(READY)
-	$(BIN)/python -m pytest -q $(PARALLEL) -m example
+	$(call run-lane,$(VENV),-m example)
 
 test-matrix: $(READY)
-	$(BIN)/python -m pytest -q $(PARALLEL) -m matrix
+	$(call run-lane,$(VENV),-m matrix)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
@@ -130,13 +130,13 @@ floor-python:
 FLOOR := $(addprefix --ignore=tests/,diagnosis postmortem measurements doctor cli)
 
 test-floor: .venv-floor/.ready
-	.venv-floor/bin/python -m pytest -q $(PARALLEL) $(if $(ARGS),$(ARGS),$(FLOOR))
+	$(call run-lane,.venv-floor,$(if $(ARGS),$(ARGS),$(FLOOR)))
 
 test-floor-all: .venv-floor/.ready
-	.venv-floor/bin/python -m pytest -q $(PARALLEL)
+	$(call run-lane,.venv-floor)
 
 test-newest: .venv-newest/.ready
-	.venv-newest/bin/python -m pytest -q $(PARALLEL) $(ARGS)
+	$(call run-lane,.venv-newest,$(ARGS))
 
 test-loaders: .venv-loaders/.ready
 	.venv-loaders/bin/python -m pytest -q -n 0 -m loaders $(ARGS)

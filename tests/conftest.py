@@ -13,16 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests import one_thread  # noqa: F401 (before what imports torch)
 from tests.lanes import LANES
 from tests.simulators.nvml import Simulator, build
 from tests.simulators.simulated_time import SimulatedTime
 
+settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+settings.load_profile("repeatable")  # --hypothesis-profile=default looks for new ones
+
 importlib.import_module("lightning.pytorch")  # on import it says whether its messages are handed on
 for _name in ("lightning.pytorch", "pytorch_lightning"):
     # Imported before pytest listens, they keep their messages from it.
     logging.getLogger(_name).propagate = True
+
+_DIED = pytest.StashKey[bool]()
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background job; tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +49,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.scheduling import Files  # where there is a GPU there may be no xdist
 
     return Files(config, log) if config.getvalue("dist") == "load" else None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: object) -> None:
+    """Note that one of xdist's processes died: with it ends the lane, whose other tests have not run."""
+    node.config.stash[_DIED] = bool(error) or node.config.stash.get(_DIED, False)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A lane that was ended is not one in which tests failed: nothing is run once more."""
+    if session.config.stash.get(_DIED, False):
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 def pytest_collection_finish() -> None:

@@ -40,11 +40,17 @@ def test_every_lane_has_its_target_and_is_called(lane: str) -> None:
 
 def test_the_core_lane_is_run_as_it_is_and_beside_busy_processes() -> None:
     assert "make test\n" in (ROOT / ".ci/run").read_text()
-    assert selected_by("test") == selected_by("test-loaded") == [""]
+    assert selected_by("test-loaded") == [""]
 
 
-def test_a_timed_test_that_fails_is_run_once_more() -> None:
-    assert selected_by("test-timed") == ["timed", "timed"]
+@pytest.mark.parametrize("target", ["test", "test-timed", "test-examples", "test-matrix", "test-floor"])
+def test_what_fails_in_a_lane_is_run_once_more_and_alone(target: str) -> None:
+    lane = target.removeprefix("test").strip("-").replace("examples", "example").replace("floor", "")
+    assert selected_by(target) == [lane, lane]
+    done = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True)
+    first, again = re.findall(r"-m pytest [^|}\n]*", done.stdout)
+    assert " -n 2 " in first
+    assert " -n 0 --last-failed " in again
 
 
 def test_of_combinations_with_each_pair_of_values_a_few_are_in_the_core_lane() -> None:

@@ -105,9 +105,7 @@ def outcome(decode: Any, data: bytes) -> np.ndarray[Any, Any] | None:
 
 
 def fuzz(examples: int) -> Any:
-    return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
-    )
+    return settings(max_examples=examples, suppress_health_check=list(HealthCheck))
 
 
 def compare(data: bytes) -> None:

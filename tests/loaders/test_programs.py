@@ -106,9 +106,6 @@ def programs(
 def machine(examples: int) -> Any:
     return settings(
         max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
         report_multiple_bugs=False,
         suppress_health_check=list(HealthCheck),
     )

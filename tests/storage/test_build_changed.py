@@ -401,7 +401,7 @@ def test_a_writer_says_what_is_there(tmp_path: Path) -> None:
         LMDBWriter(tmp_path / "out", samples_per_shard=3, resume=True)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_finished_shards_stay_where_their_samples_are(data: st.DataObject) -> None:
     count, per_shard = data.draw(st.integers(1, 30)), data.draw(st.integers(1, 7))
@@ -427,7 +427,7 @@ def test_finished_shards_stay_where_their_samples_are(data: st.DataObject) -> No
     ]
     values, counts = np.unique(now, return_counts=True)
     if any(np.isin(hashes, values[counts > 1]).any() or len(set(hashes)) < len(hashes) for hashes in stored.values()):
-        with pytest.raises(ValueError, match="which is finished, cannot be told apart"):
+        with pytest.raises(ValueError, match=r"which is finished, (cannot be told apart|are in another order)"):
             place_shards(stored, starts, now, per_shard, skipped)
         return
     refused = ""

@@ -111,7 +111,7 @@ def view_of(value: Any, how: list[str]) -> Any:
     return value
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(dtype=st.sampled_from(DTYPES), how=st.lists(VIEW, max_size=5), conjugate=st.booleans())
 def test_views_of_tensors_are_stored_as_what_they_show(dtype: torch.dtype, how: list[str], conjugate: bool) -> None:
     base = torch.arange(24).reshape(2, 3, 4).to(dtype)
@@ -126,7 +126,7 @@ ARRAY_DTYPES = ["?", "i1", "<u2", ">i4", "<f2", ">f8", "<c8", "<U3", "S2", "<M8[
 ARRAY_DTYPES_OF_FIELDS: list[Any] = [[("a", "<i2"), ("b", ">f8", (2,))], [("name", "<U2"), ("box", "<f4", (0,))]]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(dtype=st.sampled_from([*ARRAY_DTYPES, *ARRAY_DTYPES_OF_FIELDS]), how=st.lists(VIEW, max_size=5))
 def test_views_of_arrays_are_stored_as_what_they_show(dtype: Any, how: list[str]) -> None:
     size = np.dtype(dtype).itemsize

@@ -560,7 +560,7 @@ def test_one_of_more_workers_may_die_while_those_before_it_are_waited_for() -> N
     seen += list(iterator)
     assert [batch[:, 0].tolist() for batch in seen] == [[number, number + 1] for number in range(0, 240, 2)]
     assert iterator.failure is not None
-    assert "is killed by signal" in iterator.failure
+    assert iterator.failure.startswith("a worker died: DataLoader worker (pid")  # by torch's handler, or by its queue
 
 
 class DiesAt(Numbers):
