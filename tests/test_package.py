@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,21 @@ def test_the_sdist_holds_all_that_a_clone_does() -> None:
     root = Path(__file__).parents[1]
     settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["sdist"]
     assert {path.name for each in settings["include"] for path in root.glob(each[1:])} == CLONE
+
+
+def test_what_is_public_has_a_docstring() -> None:
+    for name in lightning_gpuopt.__all__:
+        public = getattr(lightning_gpuopt, name)
+        if not isinstance(public, type):
+            assert not callable(public) or public.__doc__, name
+            continue
+        members = [each for one in inspect.getmro(public) if "gpuopt" in one.__module__ for each in vars(one).items()]
+        for each, value in members:
+            written = inspect.isfunction(value) or isinstance(
+                value, (property, cached_property, classmethod, staticmethod)
+            )
+            if written and not each.startswith("_") and not getattr(value, "__override__", False):
+                assert value.__doc__, f"{name}.{each}"
 
 
 def test_help_of_a_public_class_has_its_arguments_and_its_guide() -> None:
