@@ -64,9 +64,10 @@ def raising_handler():
     def handle(*_):
         raise RuntimeError("a worker died")
 
-    before = signal.signal(signal.SIGUSR1, handle)
+    before = signal.signal(signal.SIGUSR1, handle), signal.signal(signal.SIGUSR2, lambda *_: None)
     yield
-    signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGUSR1, before[0])
+    signal.signal(signal.SIGUSR2, before[1])
 
 
 def waits_in_undisturbed(ident: int) -> bool:
@@ -79,22 +80,26 @@ def waits_in_undisturbed(ident: int) -> bool:
 
 def test_what_handlers_raise_does_not_end_the_wait(raising_handler):
     raised, done = [], []
-    over, main = threading.Event(), threading.get_ident()
+    over, left, main = threading.Event(), threading.Event(), threading.get_ident()
 
     def disturb():
         for number in range(20):
-            while len(raised) < number or not waits_in_undisturbed(main):
+            while not waits_in_undisturbed(main):
                 if over.is_set():
                     return
             signal.pthread_kill(main, signal.SIGUSR1)  # one that another thread got would not end a wait here
-        while len(raised) < 20 and not over.is_set():
-            pass
+            while len(raised) <= number:
+                if over.is_set():
+                    return
+                # A signal that comes just before the wait does not end it; the next one does.
+                signal.pthread_kill(main, signal.SIGUSR2)
         done.append(True)
 
     try:
-        undisturbed(60.0, disturb, lambda error: raised.append(str(error)) or True)
+        undisturbed(60.0, lambda: disturb() or left.set(), lambda error: raised.append(str(error)) or True)
     finally:
         over.set()
+        left.wait(60)
     assert done == [True]
     assert raised == ["a worker died"] * 20
 
