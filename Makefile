@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-timed test-loaded test-examples test-matrix test-gpu test-faults lint hooks docs bench clean
+.PHONY: setup demo test test-timed test-loaded test-examples test-matrix test-gpu test-mutations test-faults lint hooks docs bench clean
 .DEFAULT_GOAL := test
 
 $(READY): pyproject.toml constraints.txt
@@ -53,6 +53,10 @@ test-matrix: $(READY)
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu tests/gpu
+
+# Faults in the package, each of which a test of its room has to show; an hour or less.
+test-mutations: $(READY)
+	$(BIN)/python -m tests.mutate $(ARGS)
 
 test-faults: $(READY)
 	$(BIN)/python -m evaluation --markdown docs/fault-suite.md
