@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
 from lightning_gpuopt.diagnosis.causes.loader import data_findings
 from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_findings
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
-from lightning_gpuopt.diagnosis.causes.table import COMPUTE_BOUND, NOT_MEASURED, UNKNOWN
 from lightning_gpuopt.diagnosis.confidence import confidence_of
 from lightning_gpuopt.diagnosis.measurement import Measurement
-from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.diagnosis.record import Finding, Verdict
 from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.diagnosis.witnesses import witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK
@@ -61,13 +61,13 @@ def count_stalls(measurement: Measurement, threshold: float) -> int:
     return sum(1 for _ in _causes(quick, threshold))
 
 
-def verdict_of(findings: list[Finding], *, measured: bool = True, look_missed: bool = False) -> str:
+def verdict_of(findings: list[Finding], *, measured: bool = True, look_missed: bool = False) -> Verdict:
     """The cause of the largest finding; without one ``"compute_bound"``, ``"unknown"`` or ``"not_measured"``."""
     if not measured:
-        return NOT_MEASURED.name
+        return "not_measured"
     if findings:
-        return findings[0].cause
-    return (UNKNOWN if look_missed else COMPUTE_BOUND).name
+        return cast(Verdict, findings[0].cause)
+    return "unknown" if look_missed else "compute_bound"
 
 
 def remarks(measurement: Measurement, threshold: float) -> list[str]:

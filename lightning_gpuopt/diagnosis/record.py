@@ -58,6 +58,14 @@ class Hint:
     evidence: dict[str, float] = field(default_factory=dict)
 
 
+Verdict = Literal[
+    "compute_bound", "not_measured", "unknown",
+    "main_process_loading", "slow_storage", "slow_transform", "cpu_saturated", "cpu_throttled", "head_of_line",
+    "worker_transfer", "pin_memory", "host_to_device", "gpu_sync", "launch_bound", "callback", "logging", "checkpoint",
+    "validation", "epoch_restart", "straggler", "gpu_throttled", "communication", "slowdown", "recompilation",
+    "garbage_collection", "device_copies",
+]  # fmt: skip
+
 RiskName = Literal["worker_memory", "process_memory", "shared_memory", "open_files", "uneven_ranks"]
 
 
@@ -192,7 +200,7 @@ class RunRecord:
     text and HTML.
     """
 
-    verdict: str
+    verdict: Verdict
     wall_s: float
     phases: dict[str, float]
     findings: list[Finding]

@@ -8,14 +8,15 @@ import textwrap
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 import lightning_gpuopt.diagnosis
 from evaluation.catalogue import FAULTS
 from evaluation.gpu_catalogue import GPU_FAULTS
-from lightning_gpuopt.diagnosis.causes.table import CAUSES, COMPUTE_BOUND, UNKNOWN, cause_of
+from lightning_gpuopt.diagnosis.causes.table import CAUSES, COMPUTE_BOUND, NOT_MEASURED, UNKNOWN, cause_of
+from lightning_gpuopt.diagnosis.record import Verdict
 from lightning_gpuopt.measurements.loading import QueueTimes
 from tests.diagnosis.numbers import TWO_WORKERS, data_finding, host, measurement, times, workers
 
@@ -142,6 +143,10 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         if not target.exists() or (anchor and anchor not in anchors(target)):
             lost.append(link)
     assert lost == []
+
+
+def test_a_verdict_is_one_of_the_causes_or_one_of_three_others() -> None:
+    assert set(get_args(Verdict)) == {*CAUSES, COMPUTE_BOUND.name, UNKNOWN.name, NOT_MEASURED.name}
 
 
 def test_every_verdict_has_a_sentence() -> None:
