@@ -120,7 +120,7 @@ check-release: check-release-floor check-release-newest
 dist/.built: pyproject.toml $(shell find lightning_gpuopt -type f -not -name '*.pyc')
 	rm -rf dist && $(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps -w dist . && touch $@
 
-check-release-%: dist/.built
+check-release-floor check-release-newest: check-release-%: dist/.built
 	rm -rf dist/$* && $($(if $(filter floor,$*),FLOOR,NEWEST)_PYTHON) -m venv dist/$*
 	dist/$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints$(if $(filter floor,$*),-floor).txt "$$(ls dist/*.whl)[demo]"
 	cd dist/$* && bin/lightning-gpuopt demo --images 256 --epochs 1
