@@ -106,7 +106,7 @@ class StallReport(RunRecord):
             check_types(data)
             for name in ("findings", "proofs", "timeline", "loader", "step_times"):
                 data[name]  # in reports of every version
-            report: StallReport = _read_back(cls, data)
+            report: StallReport = _read_back(cls, _known(data))
             costs = report.loader_costs
             if costs is not None and len(costs.edges_s) != len(costs.counts) + bool(costs.counts):
                 raise ValueError("edges_s should have one item more than counts")

@@ -165,6 +165,16 @@ def test_a_damaged_part_is_refused_by_name(part: tuple[Any, ...], value: object,
         StallReport.from_json(json.dumps(data))
 
 
+def test_a_member_that_is_null_counts_as_absent_at_any_depth() -> None:
+    data, without = whole(), whole()
+    data["phases"]["other"] = data["timeline"][0]["phases"]["other"] = data["environment"]["gone"] = None
+    del without["phases"]["other"], without["timeline"][0]["phases"]["other"]
+    report = StallReport.from_json(json.dumps(data))
+    assert report == StallReport.from_json(json.dumps(without))
+    assert "other" not in report.phases
+    assert str(report)
+
+
 def test_members_of_a_later_version_are_ignored() -> None:
     data = whole()
     report = StallReport.from_json(json.dumps(data))
