@@ -97,13 +97,11 @@ def numbered_workers(iterator: Any) -> list[tuple[int, Any]]:
 
 
 def worker_pids(iterators: list[Any]) -> list[int]:
-    """Process ids of the workers that run behind these iterators."""
     pids = [getattr(worker, "pid", None) for iterator in iterators for worker in workers_of(iterator)]
     return [pid for pid in pids if pid is not None]
 
 
 def shut_down(iterator: Any) -> None:
-    """End the workers of an iterator, where it has some; it gives nothing more."""
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
@@ -222,7 +220,6 @@ class WorkerBatches:
 
     @property
     def is_next_ready(self) -> bool:
-        """Whether the next batch can be taken without waiting for a worker."""
         part = parts(self.iterator)[0]
         awaited = part._rcvd_idx
         info = part._task_info.get(awaited)
@@ -316,10 +313,7 @@ def is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def copy_of(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """A loader with a loader's own attributes, but for these; it has no iterator yet, and is made by no constructor.
-
-    Whatever a loader of this or a later torch, or of a class of the user's, holds is taken over.
-    """
+    """A loader with this one's attributes, whatever they are, but for these; without iterator, by no constructor."""
     twin: DataLoader[Any] = object.__new__(type(loader))
     left = iterator_maker(loader)
     # Lightning notes in "__pl_..." how a loader was made, and what was set on it: an iterator would hold itself in it.
