@@ -66,7 +66,6 @@ class ProfilerLook:
 
     @property
     def lasts(self) -> int:
-        """Steps that it takes, its warm-up included."""
         return _WARMUP_STEPS + self._steps
 
     def begin(self) -> None:
@@ -139,7 +138,6 @@ class ProfilerLook:
         return look
 
     def end(self) -> None:
-        """Stop early; what was recorded is dropped."""
         profiler = self._drop()
         if profiler is not None:
             with contextlib.suppress(Exception):

@@ -77,14 +77,7 @@ class Timeline(SlotClock):
     ``ranges`` marks what is open, for a tool that looks from outside; what is still open is closed by :meth:`stop`.
     """
 
-    __slots__ = (
-        "_callback_names",
-        "_phase_of_callback",
-        "_silent",
-        "_started_ns",
-        "_stopped_ns",
-        "steps",
-    )
+    __slots__ = ("_callback_names", "_phase_of_callback", "_silent", "_started_ns", "_stopped_ns", "steps")
 
     def __init__(
         self,
@@ -124,7 +117,6 @@ class Timeline(SlotClock):
             self._open.clear()
 
     def step_done(self) -> None:
-        """Count a finished training batch."""
         self.steps += 1
 
     @property
@@ -133,7 +125,6 @@ class Timeline(SlotClock):
         return self._current == _BACKWARD
 
     def pause(self, kind: str, begun_ns: int, ended_ns: int) -> bool:
-        """Set aside time in which something stopped the training thread; see :meth:`PauseSlots.add`."""
         return self.pauses.add(kind, self._current, begun_ns, ended_ns)
 
     def span(self, action: str) -> AbstractContextManager[Any]:
@@ -158,10 +149,7 @@ class Timeline(SlotClock):
         return Timed(run, ValidationSpan(self, _VALIDATION))
 
     def snapshot(self) -> list[int]:
-        """Nanoseconds so far: one number a phase, in the order of :data:`PHASES`, then those of callback hooks.
-
-        Cheap enough for every step. It goes to the last beginning or end of an action, not to this very moment.
-        """
+        """Nanoseconds so far, to the last event: a number a phase, as in :data:`PHASES`, then callback hooks. Cheap."""
         return self._ns.copy()
 
     @property
@@ -199,7 +187,6 @@ class Timeline(SlotClock):
         return self.name_of(self._current) if self.thread else None
 
     def forget_host_work(self) -> None:
-        """Stop keeping the order of what the host does: nobody will take it."""
         self._host_work = None
         self._watched = self._ranges is not None
         self.pauses.forget_long()
@@ -213,7 +200,6 @@ class Timeline(SlotClock):
         return self.pauses.split(work) if self.pauses.long else work
 
     def times(self) -> PhaseTimes:
-        """Everything so far, in seconds."""
         ns = self.snapshot()
         end = self._stopped_ns
         if end is None:

@@ -32,7 +32,6 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return self.end_s - self.start_s
 
 

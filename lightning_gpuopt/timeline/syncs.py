@@ -84,18 +84,16 @@ class SyncLook:
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
         # functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)
         of_device = getattr(getattr(torch, "accelerator", None), "synchronize", None)  # since torch 2.6
-        waits = (torch.cuda.synchronize, torch.cuda.Event.synchronize, of_device)
-        codes = (each.__code__ for each in map(_innermost, waits) if inspect.isfunction(each))
+        waits: tuple[Any, ...] = (torch.cuda.synchronize, torch.cuda.Event.synchronize, of_device)
+        codes = (each.__code__ for each in map(inspect.unwrap, waits) if inspect.isfunction(each))
         self._last_call = LastCall(clock_ns, codes, self._count, (__file__,), _WAITS, self._begins)
         self._begun_ns: int | None = None
 
     @property
     def is_taken(self) -> bool:
-        """Whether the program uses the debug mode itself."""
         return self._get_mode() != 0
 
     def begin(self) -> None:
-        """Count from now on."""
         self._mode_before = self._get_mode()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._show = warnings.showwarning
@@ -131,7 +129,6 @@ class SyncLook:
         self._others.clear()
 
     def sighting(self) -> SyncSighting:
-        """What was seen."""
         places = tuple((call.at, count) for call, count in self._places.most_common())
         return SyncSighting(self.steps, self._places.total(), places)
 

@@ -63,15 +63,7 @@ class _Meter:
     """
 
     __slots__ = (
-        "_measured",
-        "_random",
-        "collate_share",
-        "data_share",
-        "fetch_began",
-        "fetch_cpu",
-        "number",
-        "row",
-        "skip",
+        *("_measured", "_random", "collate_share", "data_share", "fetch_began", "fetch_cpu", "number", "row", "skip"),
     )
 
     def __init__(self, number: int, block: Any) -> None:
@@ -83,7 +75,6 @@ class _Meter:
         self._random = random.Random(0)  # the global one is the program's
 
     def add_batch(self, took_ns: int) -> None:
-        """A batch was made in so many nanoseconds."""
         row = self.row
         row[_SQUARES] += took_ns**2
         row[_BINS + _bin_of(took_ns if 0 < took_ns < _MAX_NS else _MAX_NS)] += 1
@@ -162,7 +153,6 @@ class TimedCollate:
         self._looking: WorkerLook | None = None
 
     def __call__(self, *samples: Any, **options: Any) -> Any:
-        """Collate, and note how long that and the access to the samples took."""
         meter = self._meter
         if meter is None:
             if self.gpuopt_clock is None or (number := self._find_row()) < 0:

@@ -50,7 +50,6 @@ class WorkerStacks:
         self._head[_WANTED] = float(self._asked << 16 | (_OF_EPOCHS if before_first_batch else 0) | worker + 1)
 
     def end(self) -> None:
-        """Have nobody sample any more."""
         self._head[_WANTED] = 0.0
 
     @property
@@ -82,10 +81,7 @@ class WorkerStacks:
 
 
 class WorkerLook:
-    """Samples the thread that calls :meth:`batch_begins`, whenever the training process has asked for it.
-
-    ``busy`` tells whether the worker is at a batch, rather than waiting for one.
-    """
+    """Samples the thread that calls :meth:`batch_begins` when it is asked to; ``busy``: whether it is at a batch."""
 
     def __init__(
         self, stacks: WorkerStacks, worker: int, busy: Callable[[], bool], batches: Callable[[], float]
