@@ -43,8 +43,6 @@ class KernelShare:
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """The work of a mean step."""
-
     seconds: float  # all kernels and copies, added up
     kinds: dict[str, float] = field(default_factory=dict)  # share of each kind, 0-1
     dearest: tuple[KernelShare, ...] = ()  # those that take most of the time, the first most

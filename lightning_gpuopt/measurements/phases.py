@@ -80,7 +80,6 @@ class PhaseTimes(Summed):
 
     @property
     def step_hooks_s(self) -> float:
-        """Seconds in those hooks of callbacks and module that are called in every step."""
         return sum(seconds for name, seconds in self.callbacks.items() if name.rpartition(".")[2] in STEP_HOOKS)
 
 
@@ -98,7 +97,6 @@ class WindowRecord:
     host: dict[str, float] = field(default_factory=dict)  # seconds to issue forward, backward and optimizer, on a GPU
 
     def joined(self, later: WindowRecord) -> WindowRecord:
-        """This and the one that follows as one."""
         parts, host = added(self.parts, later.parts), added(self.host, later.host)
         return WindowRecord(
             self.steps + later.steps, later.end_step, self.seconds + later.seconds, parts, later.held, host

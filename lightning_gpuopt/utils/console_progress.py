@@ -75,7 +75,6 @@ class ConsoleProgress:
             self._console.print(self._line(self._line_at), highlight=False, soft_wrap=True)
 
     def rates(self) -> str:
-        """What is done a second since the start, and megabytes where they are counted."""
         elapsed_s = max(self._clock() - self._started, 1e-9)
         megabytes = f", {self._bytes / elapsed_s / 1e6:,.0f} MB/s" if self._bytes else ""
         return f"{self._done / elapsed_s:,.0f} {self._unit}/s{megabytes}"
@@ -91,7 +90,6 @@ class ConsoleProgress:
         self._bar.start()
 
     def count(self) -> str:
-        """What is done so far, where nobody knows how much there is."""
         return f"{self._what}: {self._before + self._done:,} {self._unit}"
 
     def _line(self, now: float) -> str:

@@ -16,10 +16,7 @@ _LAST_S: Final = 2.0  # so long rank 0 may take to end, once it has said so
 
 
 class NodeRanks(RankChannel):
-    """The ranks of this node (``peers``: their global ranks), which load data at the same time.
-
-    ``name`` is another for every node.
-    """
+    """The ranks of this node, whose global ranks are ``peers``; ``name`` is another for every node."""
 
     def __init__(self, name: str, rank: int, peers: Sequence[int]) -> None:
         super().__init__(name, rank, len(peers), peers)
