@@ -180,10 +180,7 @@ _DATASETS: Final[dict[str, Callable[[Any], Facts]]] = {
 
 
 def _duplicates(loader: DataLoader[Any]) -> bool:
-    """Whether workers of this loader would bring the same samples.
-
-    A dataset that asks which worker it runs in, or a ``worker_init_fn``, is taken to divide its samples.
-    """
+    """Whether workers bring the same samples; a ``worker_init_fn``, or asking for the worker, is taken to divide."""
     dataset, library = loader.dataset, library_of(loader.dataset)
     if loader.worker_init_fn is not None or (library is not None and library.divides):
         return False

@@ -12,7 +12,6 @@ from lightning_gpuopt.measurements.loader_description import LoaderKind
 
 
 def kind_of(loader: Any) -> LoaderKind:
-    """The kind of a loader, whatever it is."""
     library = library_of(loader)
     if library is not None and library.kind is not None:
         return library.kind

@@ -98,7 +98,6 @@ class LoaderRegistry:
 
     @classmethod
     def of(cls, trainer: Trainer) -> LoaderRegistry:
-        """The registry of a Trainer; the same one for everybody."""
         registry = _registries.get(trainer)
         if registry is None:
             registry = _registries[trainer] = cls(trainer)

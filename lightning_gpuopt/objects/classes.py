@@ -177,7 +177,6 @@ def module_of(kind: type) -> str:
 
 
 def is_in(module: str | None, packages: Sequence[str] | set[str]) -> bool:
-    """Whether a module is of one of these packages."""
     return isinstance(module, str) and module.partition(".")[0] in packages
 
 
@@ -204,7 +203,6 @@ def is_copyable(value: Any) -> bool:
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
-    """The ``__dict__`` of an object itself; None where it has none."""
     dictionary = facts_of(type(value)).dictionary
     if dictionary is None:
         return None
