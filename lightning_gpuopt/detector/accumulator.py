@@ -72,7 +72,6 @@ class SteadyStateAccumulator:
         return self._since(self._start, self._last, times, self._history.records)
 
     def _keep_record(self, times: PhaseTimes) -> None:
-        """Keep what was measured since the last record, for what changes over the run."""
         of_record = times - self._recorded_times
         measured = self._since(self._recorded_reading, self._last, of_record)
         self._recorded_reading, self._recorded_times = self._last, times

@@ -22,8 +22,6 @@ class CopiesAhead(Protocol):
 
 
 class CopiesProbe(Probe):
-    """The copies of the first such callback of a Trainer."""
-
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
 

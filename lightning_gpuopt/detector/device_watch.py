@@ -92,7 +92,6 @@ class DeviceWatch(Probe):
             return True
 
     def read_events(self) -> None:
-        """Read the events that the GPU has passed."""
         if self._reads:
             try:
                 self.clock.read()
@@ -162,7 +161,6 @@ class DeviceWatch(Probe):
 
     @override
     def close(self) -> None:
-        """End the readings."""
         self._sampler.stop(_CLOSE_S)
         self._take_notices()
 

@@ -27,8 +27,6 @@ _CHANNELS: Final = 3
 
 @dataclass(frozen=True)
 class ReadImages:
-    """The image files of a dataset."""
-
     read: Callable[[int], bytes | None]  # gives a file's bytes by number
     count: int
     own: bool = False  # of this package: it has ``image_file(index) -> bytes``
@@ -89,7 +87,6 @@ def _path_in(entry: Any) -> str | os.PathLike[str] | None:
 
 
 def _joined(parts: list[ReadImages | None]) -> ReadImages | None:
-    """The files of several datasets one after the other; None where one of them has none."""
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
@@ -120,10 +117,7 @@ def _within(wrapper: Any, found: ReadImages) -> ReadImages:
 
 
 def describe(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
-    """What is known of a dataset's image files without reading one; None: not known to read any.
-
-    ``batch`` is the number and the side in pixels of the images in a batch; None where it holds no square RGB images.
-    """
+    """What is known of image files without reading one; ``batch`` is :func:`images_in`'s. None: none are known."""
     files = image_files(dataset)
     if files is None:
         return None

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Watched:
-    """A training loader, and what is known of it."""
-
     seen: SeenLoader
     number: int  # in the order in which loaders were seen
     clock: WorkerClock | None = None  # in its workers; None where nothing can be timed there
@@ -149,7 +147,6 @@ class LoaderWatch(Probe):
         return {"loader": self.facts, "host": self._host.activity()}
 
     def start(self) -> None:
-        """Begin to read the host; called when training starts."""
         self._host.start()
         self._undo.append(self._host.stop)
 
@@ -224,11 +221,9 @@ class LoaderWatch(Probe):
         return False
 
     def process(self) -> ProcessReading:
-        """The last reading of this process: memory, files, threads."""
         return self._host.process
 
     def readings(self) -> dict[int, LoaderReading]:
-        """What each training loader is, and did since it was first seen."""
         several = len(self._watched) > 1
         return {each.number: each.reading(several=several) for each in self._watched}
 
@@ -259,14 +254,12 @@ class LoaderWatch(Probe):
         return next((clock.stacks for clock in clocks if clock is not None), None)
 
     def _pipelines(self) -> dict[int, Pipelines]:
-        """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
         readings = ((each.number, pipeline_of(each.seen.loader)) for each in self._watched)
         return {number: reading for number, reading in readings if reading is not None}
 
     @property
     @override
     def notes(self) -> list[str]:
-        """What could not be measured, and workers that have nothing to do."""
         notes = [note for each in self._current for note in each.loader.notes] + self._downloads.notes()
         if self._unwatched:
             notes.append(

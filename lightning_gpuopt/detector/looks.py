@@ -89,7 +89,6 @@ class Looks(Probe):
 
     @property
     def sampled(self) -> tuple[Sampled, ...]:
-        """The stacks that were sampled for the findings."""
         return self.stacks.sampled() if self.stacks is not None else ()
 
     def record_trace(self, path: Path) -> None:
@@ -100,10 +99,7 @@ class Looks(Probe):
     def step_done(
         self, steps: int, gpu: Callable[[], GpuTimes] | None, findings: Callable[[], list[Finding] | None]
     ) -> None:
-        """A step has ended; ``steps`` since warm-up are the same on every rank.
-
-        What ``gpu`` and ``findings`` give is None while a warm-up goes on.
-        """
+        """A step has ended, ``steps`` after warm-up on every rank; in it, ``gpu`` is None and ``findings`` gives it."""
         if steps < self._due_at:
             return
         self._due_at = -sys.maxsize  # what is found below may have more to do with the next step
@@ -139,7 +135,6 @@ class Looks(Probe):
                 self._sample()
 
     def finish(self) -> None:
-        """Training has ended: read what there is, and begin nothing."""
         for each in (self.kernels, self.stacks):
             if each is not None:
                 each.finish()

@@ -35,7 +35,6 @@ class TimedReduce(Replacement):
 
     @property
     def times(self) -> MetricSync:
-        """What it took so far."""
         return MetricSync(self._calls, self._ns / 1e9)
 
     @override

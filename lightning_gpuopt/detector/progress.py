@@ -70,7 +70,6 @@ class ProgressWatch:
             self._thread.start()
 
     def step_done(self) -> None:
-        """A training batch was finished."""
         if self._recorder is not None:
             self._recorder.step_done()
         self._last_s = self._clock()
@@ -88,7 +87,6 @@ class ProgressWatch:
         self._last_s = self._clock()
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save a checkpoint."""
         try:
             with self._recorder.saving() if self._recorder is not None else nullcontext():
                 self._last_s = self._clock()
@@ -97,7 +95,6 @@ class ProgressWatch:
             self._last_s = self._clock()
 
     def close(self) -> None:
-        """Leave the Trainer as it was, and end the thread."""
         self._undo()
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():

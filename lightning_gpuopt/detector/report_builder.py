@@ -158,7 +158,6 @@ def data_in_hyperparameters(*owners: object) -> tuple[str, ...]:
 
 
 def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
-    """Machine, versions, and what makes two runs comparable: model, kind of step, ranks."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     gradient_bytes = None if is_sharded(trainer.strategy) else gradients_of(pl_module, accumulated=1).bytes

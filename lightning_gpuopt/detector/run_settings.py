@@ -54,7 +54,6 @@ class RunSettingsWatch:
         self._resting_bytes = _known(lambda: int(torch.cuda.memory_allocated(self._trainer.strategy.root_device)))
 
     def see_loss(self, loss: Any) -> None:
-        """A backward pass is about to begin, with this loss."""
         if not self._losses_left:
             return
         self._losses_left -= 1
@@ -64,7 +63,6 @@ class RunSettingsWatch:
             log.debug("a loss could not be looked at", exc_info=True)
 
     def hints(self, measured: Measurement, findings: list[Finding]) -> list[Hint]:
-        """What this run could gain from; ``measured`` is since the last change."""
         waterfall = measured.waterfall
         if not waterfall.on_gpu or not waterfall.steps:
             return []
@@ -122,7 +120,6 @@ class RunSettingsWatch:
 
 
 def _nodes_of(loss: Any) -> Iterator[Any]:
-    """The nodes of a loss's graph, the first thousands."""
     waiting = [loss.grad_fn] if isinstance(loss, torch.Tensor) and loss.grad_fn is not None else []
     met = set(waiting)
     while waiting and len(met) < _MAX_NODES:
@@ -150,7 +147,6 @@ def _in_float32(module: nn.Module) -> bool:
 
 
 def _data_parallel(module: nn.Module) -> tuple[str, int] | None:
-    """The module within ``nn.DataParallel``, and on how many GPUs it is."""
     for each in module.modules():
         if isinstance(each, nn.DataParallel) and len(each.device_ids) > 1:
             return type(each.module).__name__, len(each.device_ids)

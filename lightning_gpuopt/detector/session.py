@@ -167,20 +167,17 @@ class DetectorSession:
         self.risks.epoch_begins(self._trainer)
 
     def _new_accumulator(self) -> SteadyStateAccumulator:
-        """Begin a new accumulation, after the warm-up or a change of the loader."""
         history = WindowHistory(self._device.device if self._device is not None else None, self.loader.process)
         owners = owners_of(self._trainer, self._pl_module)
         return SteadyStateAccumulator(self._probes, history, self.timeline.steps, owners, self._known)
 
     def see_batch(self, batch: Any) -> None:
-        """Look at the first batch's images, and whether they come from files, and at the shapes of a few batches."""
         if self._run_settings is not None:
             self._run_settings.see_batch(batch)
         self._images.see_batch(batch)
         self.sees_batches = self._run_settings is not None
 
     def see_loss(self, loss: Any) -> None:
-        """Look at the graphs of a few losses, on CUDA: in which precision a step computes."""
         if self._run_settings is not None:
             self._run_settings.see_loss(loss)
 
@@ -206,19 +203,15 @@ class DetectorSession:
         self._instruments.undo.callback(self.progress.close)
 
     def note(self, text: str) -> None:
-        """Have the report say something."""
         self._notes.append(text)
 
     def at_end(self, undo: Callable[[], None]) -> None:
-        """Have something undone with the rest, when the fit ends."""
         self._instruments.undo.callback(undo)
 
     def record_trace(self, path: Path) -> None:
-        """Record the next five steps, as soon as torch.profiler is not at work for a look; once."""
         self._looks.record_trace(path)
 
     def stop(self) -> None:
-        """Freeze the figures, and collect those of the other ranks."""
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up()
@@ -258,7 +251,6 @@ class DetectorSession:
 
     @property
     def sampled(self) -> tuple[Sampled, ...]:
-        """The stacks that were sampled for the findings."""
         return self._looks.sampled
 
     def _findings_now(self) -> list[Finding] | None:
@@ -284,7 +276,6 @@ class DetectorSession:
         return times.phases["epoch_setup"], times.epochs
 
     def notify(self, window: Measurement, findings: list[Finding]) -> None:
-        """Call the listeners with what was found since warm-up."""
         of_training = [each for each in findings if each.evidence.get("loader") != "validation"]
         for each in self._hear():
             if each.window_closed(window, of_training, self.loader.facts, self.set_ups):
@@ -317,10 +308,7 @@ class DetectorSession:
             self._pending = None
 
     def close_window(self) -> tuple[Measurement | None, list[Finding]] | None:
-        """End a window: what it measured, and the causes since warm-up; None when warm-up ended instead.
-
-        The measurement is None where ``measures_windows`` is False, and nothing here needs it.
-        """
+        """End a window: what it measured (None: nobody needs it), and the causes; None when warm-up ended instead."""
         self._pauses.look_for_compiler()
         times = self.timeline.times()
         window = self._windows.close(times)
@@ -352,7 +340,6 @@ class DetectorSession:
         return in_window, part.findings
 
     def _find(self, part: SteadyStateAccumulator, steady: PhaseTimes) -> None:
-        """Diagnose the run since its last change."""
         part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
@@ -363,7 +350,6 @@ class DetectorSession:
         return replace(measured, sampled=self._looks.sampled)
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement:
-        """What was measured since the last change; nothing while warm-up goes on."""
         steady = self._windows.steady(times or self.timeline.times())
         if steady is None or self._accumulator is None:
             return Measurement()
@@ -413,13 +399,11 @@ class DetectorSession:
         )
 
     def _post(self, measurement: Measurement) -> None:
-        """Send this rank's work since warm-up on its way to rank 0."""
         if self._exchange is not None:
             work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
             self._exchange.send(self.timeline.steps, work)
 
     def log_window(self, trainer: Trainer, measured: Measurement) -> None:
-        """Send a window's figures to every logger."""
         times, step_s = measured.times, measured.waterfall.step_s or measured.times.step_s
         if step_s is None or not trainer.loggers:
             return
@@ -439,5 +423,4 @@ class DetectorSession:
             self.log_window(trainer, measured)
 
     def write_hang(self, folder: Path, quiet_s: float) -> Path:
-        """Write the state of this process and its workers; returns the file."""
         return write_hang(folder, self._trainer.global_rank, quiet_s, self.loader.describe_workers(), self._recorder)
