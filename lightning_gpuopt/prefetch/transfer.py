@@ -28,13 +28,11 @@ class FasterOfTwo:
 
     @property
     def way(self) -> str:
-        """The way to go now."""
         if self._chosen is not None:
             return self._chosen
         return min(self._seconds, key=lambda way: len(self._seconds[way]))
 
     def took(self, way: str, seconds: float) -> None:
-        """A batch has gone this way, in so many seconds of the training thread's time."""
         if self._chosen is not None:
             return
         self._seconds[way].append(seconds)
@@ -51,20 +49,9 @@ class UserCodeError(Exception):
 
 
 class Staged:
-    """A batch that is on its way."""
-
     __slots__ = (
-        "at",
-        "events",
-        "has_begun",
-        "host_s",
-        "moved",
-        "nbytes",
-        "pageable_bytes",
-        "pinning",
-        "sources",
-        "targets",
-        "way",
+        *("at", "events", "has_begun", "host_s", "moved", "nbytes", "pageable_bytes", "pinning", "sources"),
+        *("targets", "way"),
     )
 
     def __init__(self, events: CopyEvents) -> None:
@@ -171,23 +158,19 @@ class TransferPipeline:
         self._delivered.clear()
 
     def trim(self) -> None:
-        """A loop inside another has ended."""
         self._ring.trim()
 
     def free(self) -> None:
-        """Give the memory back that no batch is in."""
         self._ring.clear()
         self._delivered.clear()
 
     def close(self) -> None:
-        """Leave no thread behind."""
         self.free()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
     def _transfer(self, batch: Any, dataloader_idx: int, staged: Staged) -> None:
-        """Call the user's own transfer, as it is, on the side stream."""
         assert self._own_transfer is not None
         with self.streams.on_side():
             self.streams.record_on_side(staged.events.begins)
@@ -266,7 +249,6 @@ class TransferPipeline:
         return leaf if moved is None else moved
 
     def _issue(self, staged: Staged) -> None:
-        """Copy what is to be copied."""
         with self.streams.on_side():
             if not staged.has_begun:
                 self.streams.record_on_side(staged.events.begins)
