@@ -48,7 +48,8 @@ def _find(dataset: Any, depth: int) -> ReadImages | None:
         return None
     if callable(getattr(dataset, "image_file", None)):
         decode = getattr(dataset, "decode", None)
-        return ReadImages(dataset.image_file, len(dataset), True, _counts_shards(dataset), decode == "tensor")
+        in_lmdb = getattr(getattr(dataset, "info", None), "num_shards", None) is not None
+        return ReadImages(dataset.image_file, len(dataset), True, in_lmdb, decode == "tensor")
     paths = _paths(dataset)
     if paths is not None:
         return ReadImages(partial(_read, paths), len(paths))
@@ -58,10 +59,6 @@ def _find(dataset: Any, depth: int) -> ReadImages | None:
     else:
         found = _find(getattr(dataset, "dataset", None), depth - 1)
     return _within(dataset, found) if found is not None else None
-
-
-def _counts_shards(dataset: Any) -> bool:
-    return getattr(getattr(dataset, "info", None), "num_shards", None) is not None
 
 
 def _paths(dataset: Any) -> Sequence[Any] | None:

@@ -11,7 +11,6 @@ import torch
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, shadow
-from lightning_gpuopt.detector.copies_ahead import CopiesAhead
 from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.detector.rank_watch import is_sharded
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
@@ -23,14 +22,8 @@ from lightning_gpuopt.timeline.profiler import TimelineProfiler
 log = logging.getLogger(__name__)
 
 _LOGGER_CALLS: Final = (
-    "log_metrics",
-    "save",
-    "after_save_checkpoint",
-    "log_image",
-    "log_text",
-    "log_table",
-    "log_audio",
-    "log_video",
+    *("log_metrics", "save", "after_save_checkpoint"),
+    *("log_image", "log_text", "log_table", "log_audio", "log_video"),
 )
 
 
@@ -79,7 +72,7 @@ class Instrumentation:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return Timeline(
             checkpoint_callbacks=[each.state_key for each in callbacks if lightning.is_checkpoint(each)],
-            transfer_callbacks=[each.state_key for each in callbacks if isinstance(each, CopiesAhead)],
+            transfer_callbacks=[each.state_key for each in callbacks if hasattr(each, "copies_ahead")],
             callback_names={each.state_key: _public_name(each) for each in callbacks},
             observer=self.observers,
             silent=self._does_nothing,

@@ -106,11 +106,7 @@ class _TimedIterator:
 
 
 class LoaderWatch(Probe):
-    """Wraps each training loader's ``collate_fn`` as it passes, and looks at its queues and workers.
-
-    Made in ``setup``, before the Trainer has asked for its loaders. ``threads`` are identifiers of the threads that
-    loaders of other kinds have in this process.
-    """
+    """Wraps each training loader's ``collate_fn`` as it passes, from ``setup`` on; looks at its queues and workers."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -125,7 +121,7 @@ class LoaderWatch(Probe):
         self.queues = QueueProbe()
         self._downloads = DownloadWatch()
         self.facts = LoaderFacts()
-        self.threads: tuple[int, ...] = ()
+        self.threads: tuple[int, ...] = ()  # identifiers of those that loaders of other kinds have in this process
         self._registry = LoaderRegistry.of(trainer)
         self._undo.append(self._registry.subscribe(self, trainer))
 
@@ -290,7 +286,6 @@ class LoaderWatch(Probe):
         self.threads = ()
 
     def loader_seen(self, seen: SeenLoader) -> None:
-        """Watch a loader; the registry calls it."""
         self._seen += 1
         watched = _Watched(seen, self._seen)
         if not seen.is_training:

@@ -31,11 +31,7 @@ _NO_TABLE: Final = (
 
 
 class Looks(Probe):
-    """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
-
-    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report; ``threshold`` is of idle
-    time, 0-1.
-    """
+    """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile."""
 
     def __init__(
         self,
@@ -47,8 +43,8 @@ class Looks(Probe):
         device: DeviceWatch | None,
         stacks: StackSampling | None,
     ) -> None:
-        self.kernels: KernelProfiling | None = None
-        self.stacks = stacks
+        self.kernels: KernelProfiling | None = None  # on CUDA only
+        self.stacks = stacks  # None on ranks that do not report
         self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
         self._found: Sequence[Finding] = ()
         self._due_at = -sys.maxsize
@@ -66,14 +62,9 @@ class Looks(Probe):
                 rank=trainer.global_rank,
                 several_ranks=trainer.world_size > 1,
                 rhythm=lambda: int(trainer.accumulate_grad_batches),
-                is_taken=lambda: self.profiler_is_taken,
+                is_taken=lambda: self._trace.is_recording,
                 modules=modules,
             )
-
-    @property
-    def profiler_is_taken(self) -> bool:
-        """Whether torch.profiler records a trace, for which a look at the kernels waits."""
-        return self._trace.is_recording
 
     @override
     def known(self) -> dict[str, Any]:

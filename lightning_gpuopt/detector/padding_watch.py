@@ -26,17 +26,14 @@ _FEW: Final = 4  # entries of a batch that are looked at
 
 
 class PaddingWatch:
-    """Inspects batches 1, 2, 4, 8 ... as the loader gives them; where the first five have no padding, no others.
-
-    ``batches`` are those seen that carry a mask or lengths; ``end`` is called when no more are of interest.
-    """
+    """Inspects batches 1, 2, 4, 8 ... as the loader gives them; where the first five have no padding, no others."""
 
     def __init__(self, is_training: Callable[[], bool]) -> None:
         self._is_training = is_training
         self._batches = 0
         self._next_look = 1
-        self.end: Callable[[], None] = lambda: None
-        self.batches: list[PaddedBatch] = []
+        self.end: Callable[[], None] = lambda: None  # called when no more are of interest
+        self.batches: list[PaddedBatch] = []  # seen with a mask or lengths
 
     def around(self, convert_input: Callable[..., Any]) -> Replacement:
         """In front of the precision plugin's ``convert_input``, through which the Trainer passes each batch."""

@@ -34,18 +34,14 @@ _STATES: Final = {
 
 
 class ProgressWatch:
-    """Passes on to the recorder what begins and is finished, and notices when nothing is for ``timeout_s`` seconds.
-
-    ``write`` is called, on a thread of its own, when such a hang begins, with the seconds since the last progress.
-    Nothing is ever ended.
-    """
+    """Passes on to the recorder what begins and ends; ``write`` is called on another thread once a hang begins."""
 
     def __init__(
         self,
         trainer: Trainer,
         recorder: FlightRecorder | None = None,
         timeout_s: float | None = None,
-        write: Callable[[float], None] = lambda quiet_s: None,
+        write: Callable[[float], None] = lambda quiet_s: None,  # gets seconds since the last progress; ends nothing
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorder = recorder

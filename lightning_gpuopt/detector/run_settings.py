@@ -77,12 +77,13 @@ class RunSettingsWatch:
         space = _known(lambda: torch.cuda.mem_get_info(device))
         total = space[0] + reserved if space is not None and reserved is not None else None
         sizes = [getattr(loader, "batch_size", None) for loader in train_loaders(self._trainer)]
+        floating = [each for each in self._module.parameters() if each.is_floating_point()]
         return RunSettings(
             work_share=1.0 - waterfall.share(waterfall.idle_s),
             causes=[finding.cause for finding in findings],
             capability=_known(lambda: torch.cuda.get_device_capability(device)),
             precision=str(self._trainer.precision),
-            float32_weights=_in_float32(self._module),
+            float32_weights=all(each.dtype == torch.float32 for each in floating),
             reduced=self._reduced,
             products=self._products,
             convolutions=self._convolutions,
@@ -140,10 +141,6 @@ def _shapes_in(batch: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[int, ...]]
     elif depth and isinstance(batch, (list, tuple)):
         for value in batch:
             yield from _shapes_in(value, depth - 1)
-
-
-def _in_float32(module: nn.Module) -> bool:
-    return all(each.dtype == torch.float32 for each in module.parameters() if each.is_floating_point())
 
 
 def _data_parallel(module: nn.Module) -> tuple[str, int] | None:

@@ -42,7 +42,6 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding, Proof, Risk
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
-from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
@@ -61,11 +60,7 @@ _MAX_WAIT_S: Final = 1.0
 
 
 class DetectorSession:
-    """Measures one ``fit``, from ``setup`` to its end.
-
-    ``listeners`` is the detector's own list, and may change meanwhile. To know what each window measured
-    (``measures_windows``) takes half of a window's end. ``risks`` is there from :meth:`start` on.
-    """
+    """Measures one ``fit``, from ``setup`` to its end; ``risks`` is there from :meth:`start` on."""
 
     def __init__(
         self,
@@ -79,7 +74,7 @@ class DetectorSession:
         self._pl_module = pl_module
         self._options = options
         self._instruments = Instrumentation(trainer, pl_module)
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         self._windows = Windows(options.window_size, options.warmup_steps)
         self._accumulator: SteadyStateAccumulator | None = None
         self._proofs: list[Proof] = []
@@ -90,12 +85,12 @@ class DetectorSession:
         self.progress = ProgressWatch(trainer)
         self._epoch_seen = 0
         self._changed_after: int | None = None
-        self._listeners = listeners
+        self._listeners = listeners  # the detector's own list, which may change meanwhile
         self._heard: list[WindowListener] = []
         self._warmed_up = options.warmup_steps == 0
         self._logged = False
         self.started = False
-        self.measures_windows = self.sees_batches = True
+        self.measures_windows = self.sees_batches = True  # to know what each window measured takes half of its end
         self._probes: list[Probe] = []
         self.loader = self._with(LoaderWatch(trainer))
         self._device: DeviceWatch | None = None
@@ -133,7 +128,7 @@ class DetectorSession:
             self._exchange = self._with(RankExchange(trainer.global_rank, trainer.world_size))
         if on_cuda:
             self._watch_gpu()
-        self._looks = self._with(
+        self.looks = self._with(
             Looks(
                 trainer,
                 self._pl_module,
@@ -202,20 +197,14 @@ class DetectorSession:
         self.progress = ProgressWatch(self._trainer, self._recorder, self._options.hang_timeout, write)
         self._instruments.undo.callback(self.progress.close)
 
-    def note(self, text: str) -> None:
-        self._notes.append(text)
-
     def at_end(self, undo: Callable[[], None]) -> None:
         self._instruments.undo.callback(undo)
-
-    def record_trace(self, path: Path) -> None:
-        self._looks.record_trace(path)
 
     def stop(self) -> None:
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up()
-        self._looks.finish()
+        self.looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
             self._exchange.close(3.0)
@@ -246,12 +235,8 @@ class DetectorSession:
         if self._device is not None:
             self._device.read_events()
             gpu = self._device.gpu if self._accumulator is not None else None
-        self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
+        self.looks.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
         return self._windows.due(timeline.steps)
-
-    @property
-    def sampled(self) -> tuple[Sampled, ...]:
-        return self._looks.sampled
 
     def _findings_now(self) -> list[Finding] | None:
         return self._diagnose(self._measured()) if self._accumulator is not None else None
@@ -329,7 +314,7 @@ class DetectorSession:
             self._post(part.measure(steady))
         in_window = part.window(window.times) if self.measures_windows or self._device is not None else None
         if in_window is not None and self._device is not None:
-            self._looks.window_done(self._device.gpu(), in_window.waterfall.step_s)
+            self.looks.window_done(self._device.gpu(), in_window.waterfall.step_s)
         if steady.wall_s >= part.diagnose_after_s:
             began_s = time.perf_counter()
             if in_window is None:
@@ -344,10 +329,10 @@ class DetectorSession:
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
             part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
-        self._looks.found(part.findings)
+        self.looks.found(part.findings)
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
-        return replace(measured, sampled=self._looks.sampled)
+        return replace(measured, sampled=self.looks.sampled)
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement:
         steady = self._windows.steady(times or self.timeline.times())
@@ -375,9 +360,9 @@ class DetectorSession:
             measured = replace(measured, images=self._images.samples)
             findings = self._diagnose(measured)
         heard = [note for each in self._heard for note in each.notes]
-        notes = self._notes + heard + self._instruments.notes + self._instruments.observers.problems
+        notes = self.notes + heard + self._instruments.notes + self._instruments.observers.problems
         notes += [note for each in self._probes for note in each.notes]
-        notes += self._looks.notes_on(findings if self._accumulator is not None else None)
+        notes += self.looks.notes_on(findings if self._accumulator is not None else None)
         return report_of(
             times,
             measured,
