@@ -88,7 +88,8 @@ class _Trace:
         self._call_of = {each.correlation: each for each in by_kind["call"] if each.correlation}
         self._stream = Counter(each.stream for each in working).most_common(1)[0][0] if working else 0
         # other threads of the program (a decoder's, a logger's) wait and copy as well, and hold up no step
-        threads = {self._call_of[each.correlation].thread for each in working if self._is_issued(each)}
+        main = [each for each in working if each.stream == self._stream and each.correlation in self._call_of]
+        threads = {self._call_of[each.correlation].thread for each in main}
         by_kind["call"] = [each for each in by_kind["call"] if each.thread in threads or not threads]
         foreign = {number for number, each in self._call_of.items() if each.thread not in threads and threads}
         by_kind["copy"] = [each for each in by_kind["copy"] if each.correlation not in foreign]
@@ -101,10 +102,6 @@ class _Trace:
         self.busy = _union(working)
         self.waits = _union([*filter(_is_a_wait, by_kind["call"]), *filter(None, map(self._blocked, self._copies))])
         self.correlated = any(each.correlation in self._call_of for each in [*working, *self._copies])
-
-    def _is_issued(self, work: Record) -> bool:
-        """Whether the call is known that issued something on the stream that has most of the work."""
-        return work.stream == self._stream and work.correlation in self._call_of
 
     def calls_in(self, step: ActivitySpan) -> int:
         starts = self._call_starts

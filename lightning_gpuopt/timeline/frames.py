@@ -223,14 +223,11 @@ def _name_by_class(frame: FrameType) -> str:
 
 def calls_of(raw: Sequence[RawFrame]) -> tuple[Call, ...]:
     """Raw frames with their names; ``Module.__call__`` and its kind are left out, since they say nothing."""
-    return tuple(_calls(raw))
-
-
-def _calls(raw: Sequence[RawFrame]) -> Iterator[Call]:
-    for number, (code, file, line, transform) in enumerate(raw):
-        if number and code.co_name in _MODULE_CALLS:
-            continue
-        yield Call(_readable(code, raw[number + 1 :]), file, line, is_own(file), transform)
+    return tuple(
+        Call(_readable(code, raw[number + 1 :]), file, line, is_own(file), transform)
+        for number, (code, file, line, transform) in enumerate(raw)
+        if not number or code.co_name not in _MODULE_CALLS
+    )
 
 
 def bare_name(name: str) -> str:

@@ -40,15 +40,11 @@ from lightning_gpuopt.timeline.spans import (
 )
 
 _SLOTS: Final = {phase: slot for slot, phase in enumerate(PHASES)}
-_CALLBACKS: Final = _SLOTS["callbacks"]
-_VALIDATION: Final = _SLOTS["validation"]
-_EPOCH_SETUP: Final = _SLOTS["epoch_setup"]
-_OTHER: Final = _SLOTS["other"]
-_BACKWARD: Final = _SLOTS["backward"]
+_CALLBACKS, _VALIDATION, _EPOCH_SETUP = _SLOTS["callbacks"], _SLOTS["validation"], _SLOTS["epoch_setup"]
+_OTHER, _BACKWARD, _TRANSFER = _SLOTS["other"], _SLOTS["backward"], _SLOTS["transfer"]
 
 # action names remembered; a program that makes up a new name at every step must not fill the memory
 _MAX_ACTIONS: Final = 4096
-_TRANSFER: Final = _SLOTS["transfer"]
 _LOOP_NAMES: Final = {"run_training_batch": "optimization loop"}
 _VALIDATION_FETCHES: Final = (".val_next", ".validate_next")
 _BATCH_HOOKS: Final = ("on_before_batch_transfer", "on_after_batch_transfer")
@@ -239,7 +235,8 @@ class Timeline(SlotClock):
             key = action.partition("]")[2].rpartition(".")[0]
             phase = self._phase_of_callback.get(key, phase)
         span: AbstractContextManager[Any]
-        if phase is None or self._silent(action) or (not self._watched and _is_within_its_phase(action)):
+        within = action.startswith("[Lightning") and action.endswith(_WITHIN_THEIR_PHASE)
+        if phase is None or self._silent(action) or (within and not self._watched):
             span = _NOTHING
         elif self._spans is self._copy_ahead_spans:
             span = Span(self, _SLOTS[phase])
@@ -304,7 +301,3 @@ class Timeline(SlotClock):
         else:
             self.slots_between_steps.append(slot)
         return slot
-
-
-def _is_within_its_phase(action: str) -> bool:
-    return action.startswith("[Lightning") and action.endswith(_WITHIN_THEIR_PHASE)

@@ -207,7 +207,8 @@ def _pass_on(caught: Sequence[_Warning]) -> None:
     """Warn again, as the modules that warned, so that the user's filters and what was shown before count as ever."""
     if not caught:
         return
-    modules = {space.get("__file__"): space for each in list(sys.modules.values()) if (space := _globals_of(each))}
+    spaces: list[dict[str, Any]] = [getattr(each, "__dict__", {}) for each in list(sys.modules.values())]
+    modules = {space.get("__file__"): space for space in spaces if space}
     strangers: dict[str, dict[str, Any]] = {}
     for message, category, filename, lineno in caught:
         space = modules.get(filename) or strangers.setdefault(filename, {"__name__": filename.removesuffix(".py")})
@@ -216,7 +217,3 @@ def _pass_on(caught: Sequence[_Warning]) -> None:
             warnings.warn_explicit(message, category, filename, lineno, space["__name__"], registry)
         except Exception:
             log.debug("a warning that the filters make an error came too late to be raised", exc_info=True)
-
-
-def _globals_of(module: Any) -> dict[str, Any]:
-    return getattr(module, "__dict__", {})

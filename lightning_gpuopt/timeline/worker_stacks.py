@@ -70,10 +70,8 @@ class WorkerStacks:
     def give(self, stacks: tuple[Stack, ...]) -> None:
         """Leave stacks for the training process; called in a worker. Those that do not fit are left out."""
         rows = [[[astuple(call) for call in each.calls], each.seconds, each.samples] for each in stacks[:_MAX_STACKS]]
-        text = json.dumps([os.getpid(), rows]).encode()
-        while len(text) > _BYTES:
+        while len(text := json.dumps([os.getpid(), rows]).encode()) > _BYTES:
             rows = rows[: len(rows) // 2]
-            text = json.dumps([os.getpid(), rows]).encode()
         self._head[_LENGTH] = 0.0
         self._text[: len(text)] = text
         self._head[_CHECK] = float(zlib.crc32(text))
