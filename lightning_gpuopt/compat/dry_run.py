@@ -33,7 +33,7 @@ def never_start_loggers(trainer: Trainer) -> None:
     2.5.0 to 2.6.6); without it :func:`leave_no_traces` replaces the loggers, when ``setup`` has started them.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks[:] = [each for each in callbacks if not _saves_configuration(each)]
+    callbacks[:] = [each for each in callbacks if not _is_a(each, "SaveConfigCallback")]
     connector: Any = getattr(trainer, "_logger_connector", None)
     configure = getattr(connector, "configure_logger", None)
     if configure is None:
@@ -67,14 +67,13 @@ def _package_of(trainer: Trainer) -> str:
     return base.__module__.removesuffix(".trainer.trainer")
 
 
-def _saves_configuration(callback: object) -> bool:
-    return any(cls.__name__ == "SaveConfigCallback" for cls in type(callback).__mro__)
+def _is_a(value: object, kind: str) -> bool:
+    return any(cls.__name__ == kind for cls in type(value).__mro__)
 
 
 def waits_for_results(trainer: Trainer) -> bool:
     """Whether another process waits for what ``fit`` returns: ``strategy.launcher`` is ``_MultiProcessingLauncher``."""
-    launcher = trainer.strategy.launcher
-    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(launcher).__mro__)
+    return _is_a(trainer.strategy.launcher, "_MultiProcessingLauncher")
 
 
 def close_progress_bar(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -113,10 +113,8 @@ def version() -> str:
 
 
 def async_saves_copy() -> bool:
-    """Whether ``AsyncCheckpointIO`` copies the tensors that it writes: from 2.5.4 on.
-
-    Before, training changes them meanwhile: https://github.com/Lightning-AI/pytorch-lightning/issues/20953
-    """
+    """Whether ``AsyncCheckpointIO`` copies the tensors that it writes, which training changes meanwhile."""
+    # https://github.com/Lightning-AI/pytorch-lightning/issues/20953
     return [int(number) for number in re.findall(r"\d+", version())[:3]] >= [2, 5, 4]
 
 
@@ -185,23 +183,15 @@ class _Hides(logging.Filter):
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step that Lightning puts on the x axis of its own metrics now; in ``on_train_batch_end``, this batch's.
-
-    Reads ``_TrainingEpochLoop._batches_that_stepped``. Without it the public
-    ``trainer.global_step`` stands in, which counts each optimizer of several.
-    """
+    """The step on the x axis of Lightning's own metrics; in ``on_train_batch_end``, this batch's."""
     try:
         return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
     except AttributeError:
-        return max(trainer.global_step - 1, 0)
+        return max(trainer.global_step - 1, 0)  # which counts each optimizer of several
 
 
 def finished_optimizer_step(trainer: Trainer) -> int | None:
-    """The logging step that this batch completes, or None while gradients still accumulate.
-
-    For use in ``on_train_batch_end``. Reads ``_TrainingEpochLoop._should_accumulate``;
-    without it every batch counts as a step.
-    """
+    """The logging step that this batch completes, for ``on_train_batch_end``; None while gradients accumulate."""
     loop = trainer.fit_loop.epoch_loop
     try:
         accumulating = loop._should_accumulate()
@@ -245,10 +235,7 @@ def train_iterator_is(trainer: Trainer, index: int, iterator: Any) -> bool:
 
 
 def train_loader_keys(trainer: Trainer) -> list[str]:
-    """Where each of :func:`train_loaders` is in the CombinedLoader, ``"images"`` or ``"0"``; empty strings for one.
-
-    Reads ``_FitLoop._combined_loader``, whose ``iterables`` are as the user gave them.
-    """
+    """Where :func:`train_loaders` are in the CombinedLoader, ``"images"`` or ``"0"``; an empty string for one."""
     loaders = train_loaders(trainer)
     if len(loaders) == 1:
         return [""]
@@ -268,8 +255,7 @@ def _keys_of(loaders: Any, before: str = "") -> Iterator[str]:
 
 def replace_train_iterator(trainer: Trainer, index: int, iterator: Any) -> None:
     """Put an iterator in place of one of :func:`train_iterators`, in ``CombinedLoader._iterator``, if there is one."""
-    combined = getattr(trainer.fit_loop, "_combined_loader", None)
-    iterators = getattr(getattr(combined, "_iterator", None), "iterators", [])
+    iterators: Any = _running_iterators(trainer)
     if index < len(iterators):
         iterators[index] = iterator
 
@@ -281,11 +267,7 @@ def processed_batches(trainer: Trainer) -> int:
 
 
 def set_train_batches(trainer: Trainer, length: int) -> None:
-    """Tell a running fit that its loader now has another length.
-
-    Lightning asks once, when the loader is set up. Writes ``_FitLoop.max_batches``, its combined loader's ``limits``
-    and ``Trainer.val_check_batch``. Only for a single train loader.
-    """
+    """Tell a running fit, which asks once, that its only training loader has another length."""
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
     combined = getattr(loop, "_combined_loader", None)
     if combined is None or len(combined.flattened) != 1 or combined.limits is None:
@@ -353,22 +335,14 @@ def _ignore(message: str) -> Callable[[], None]:
 
 
 def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:
-    """Where Lightning broadcasts before each step, under several ranks, whether a signal told it to stop.
-
-    Names ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (read in Lightning 2.6.6). None where it does not exist: then
-    there is no such wait.
-    """
+    """Where Lightning broadcasts, before each step of several ranks, whether to stop; None: not there (as in 2.6.6)."""
     name = "_broadcast_sigterm_tensor"
     loop = trainer.fit_loop.epoch_loop
     return (loop, name) if callable(getattr(loop, name, None)) else None
 
 
 def validation_loop(trainer: Trainer) -> Any | None:
-    """The loop that validates inside ``fit``; its ``run()`` is one whole validation.
-
-    Reads ``trainer.fit_loop.epoch_loop.val_loop``. None when it is gone: validation is then
-    seen from the validation hooks alone, and the start of its workers counts as ``other``.
-    """
+    """The loop that validates inside ``fit``; None: hooks alone tell of it, and its set-up counts as ``other``."""
     return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
 
 

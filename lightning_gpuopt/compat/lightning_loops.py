@@ -31,11 +31,7 @@ def loops(trainer: Trainer) -> dict[str, Any]:
 
 
 def missing_names(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """A private name of Lightning that looking ahead needs, and that this version does not have; None: all are there.
-
-    ``_Loop._data_fetcher``, ``_Loop._combined_loader``, ``LightningModule._call_batch_hook``,
-    ``CombinedLoader._state_dicts`` and what :class:`StockFetcher` reads.
-    """
+    """A private name that looking ahead needs, and that this Lightning does not have; None: all are there."""
     for name, loop in loops(trainer).items():
         for attribute in ("_data_fetcher", "_combined_loader"):
             if not hasattr(loop, attribute):
@@ -46,7 +42,6 @@ def missing_names(trainer: Trainer, pl_module: LightningModule) -> str | None:
 
 
 def fetcher_of(loop: Any) -> Any:
-    """The fetcher from which a loop will take its batches; ``_Loop._data_fetcher``."""
     return loop._data_fetcher
 
 
@@ -185,10 +180,7 @@ class StockFetcher:
 
     @property
     def next_restarts_a_loader(self) -> bool:
-        """Whether the next fetch makes a new iterator, to cycle or for a next loader: that draws from the random state.
-
-        Reads ``_idx``, ``_iterator_idx`` and ``limits`` of the CombinedLoader's iterator. True where nobody knows.
-        """
+        """Whether the next fetch makes a new iterator, which draws from the random state; True where nobody knows."""
         combined = self.fetcher.combined_loader
         running = combined._iterator
         if combined._mode in ("min_size", "max_size") or len(combined.flattened) == 1:
@@ -318,7 +310,6 @@ def own_transfer(trainer: Trainer, pl_module: LightningModule) -> Callable[[Any,
 
 
 def after_transfer(pl_module: LightningModule, batch: Any, dataloader_idx: int) -> Any:
-    """Call the hook ``on_after_batch_transfer``, wherever it is; ``LightningModule._call_batch_hook``."""
     return pl_module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
 

@@ -7,17 +7,8 @@ from typing import Final
 
 # kinds of work; ``"matmul"`` is without tensor cores
 KERNEL_KINDS: Final = (
-    "matmul_tensor_core",
-    "matmul",
-    "convolution",
-    "attention",
-    "normalization",
-    "elementwise",
-    "reduction",
-    "optimizer",
-    "copy",
-    "communication",
-    "other",
+    *("matmul_tensor_core", "matmul", "convolution", "attention", "normalization", "elementwise", "reduction"),
+    *("optimizer", "copy", "communication", "other"),
 )
 
 

@@ -138,10 +138,7 @@ def _cpus(costs: LoaderCosts, cpus: float | None) -> Interval:
 
 
 def cpus_between(least: float, most: float) -> Interval:
-    """CPUs to count on: at worst other processes keep theirs, at best they leave all.
-
-    Expected is the worst case, but at least half of all: a scheduler gives CPUs to those who ask.
-    """
+    """CPUs to count on; expected is the worst case, but at least half of all: a scheduler gives to those who ask."""
     least = min(most, max(least, _MIN_CPUS))
     return least, max(least, most / 2), most
 
@@ -222,11 +219,7 @@ def taking(ready_s: Sequence[float]) -> float:
 
 
 def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers: int, now: int) -> int:
-    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``.
-
-    ``unevenness`` is the variance of a worker's time over the square of its mean, ``consumer_s`` the step without its
-    wait for data.
-    """
+    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``."""
     consumer_s = max(consumer_s, mean_s / workers, 1e-6)
     slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
     # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals. That is a

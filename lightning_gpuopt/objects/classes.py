@@ -150,7 +150,6 @@ def _is_trained(module: Any) -> bool:
 
 
 def is_data_module(kind: type) -> bool:
-    """Whether a class is a ``LightningDataModule``, of whichever of Lightning's packages."""
     return any(base.__name__ == "LightningDataModule" for base in kind.__mro__)
 
 

@@ -40,7 +40,5 @@ class AddedCallbacks:
         if not self._parts:
             return
         callbacks = self._trainer.callbacks
-        for part in self._parts:
-            for index in [index for index, each in enumerate(callbacks) if each is part]:
-                del callbacks[index]
+        callbacks[:] = [each for each in callbacks if not any(each is part for part in self._parts)]
         self._trainer, self._parts = None, []

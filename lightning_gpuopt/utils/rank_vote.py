@@ -32,10 +32,7 @@ class NodeRanks(RankChannel):
 
 class _Voters(RankChannel):
     def all_of(self, key: str, patience_s: float) -> dict[int, Any]:
-        """What others have said, or nothing where one is silent; in time though the store's host may not answer.
-
-        Other threads cannot use the store meanwhile.
-        """
+        """What others have said, nothing where one is silent; other threads cannot use the store meanwhile."""
         try:
             self._store.wait([f"{key}/{each}" for each in self._others], timedelta(seconds=patience_s))
         except Exception:
