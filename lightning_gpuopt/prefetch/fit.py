@@ -99,7 +99,7 @@ class PrefetchedRun:
             self._say_why_direct(fetcher)
             loops.set_fetcher(loops.loops(self._trainer)[name], fetcher.stock)
             fetcher.end_epoch()
-            self._mover.trim()
+            self._mover.ring.trim()
 
     def epoch_ends(self) -> None:
         fetcher = self._fetchers.get("fit")

@@ -81,7 +81,7 @@ class TransferPipeline:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._own_transfer = own_transfer
-        self._ring = DestinationRing(streams, device, depth + 1)
+        self.ring = DestinationRing(streams, device, depth + 1)
         self._delivered: list[DestinationSet] = []
         self._thread: ThreadPoolExecutor | None = None
         self._pinning = FasterOfTwo("plain", "thread")
@@ -157,11 +157,8 @@ class TransferPipeline:
             each.release()
         self._delivered.clear()
 
-    def trim(self) -> None:
-        self._ring.trim()
-
     def free(self) -> None:
-        self._ring.clear()
+        self.ring.clear()
         self._delivered.clear()
 
     def close(self) -> None:
@@ -196,7 +193,7 @@ class TransferPipeline:
         flat = tensors_of_flat(batch)
         if flat is not None and (self._on_cuda or all(map(is_dense, flat))):
             staged.sources = flat
-            staged.at = self._ring.acquire()
+            staged.at = self.ring.acquire()
             tensors = self._destinations(flat, staged, staged.at)
             staged.moved = dict(zip(batch, tensors, strict=True)) if type(batch) is dict else type(batch)(tensors)
         else:
@@ -218,7 +215,7 @@ class TransferPipeline:
         apply_to_collection(batch, MOVABLE, see)
         tensors: Iterator[torch.Tensor] = iter(())
         if sources:
-            staged.at = self._ring.acquire()
+            staged.at = self.ring.acquire()
             tensors = iter(self._destinations(sources, staged, staged.at))
         if len(sources) == len(plain):
             staged.moved = apply_to_collection(batch, MOVABLE, lambda leaf: next(tensors))

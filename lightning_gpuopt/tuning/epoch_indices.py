@@ -86,7 +86,7 @@ class RestOfEpoch:
     def begin(self, indices: EpochIndices, *, begins: bool) -> None:
         self.indices, self.begins = indices, begins  # ``begins``: iterating it iterates the user's sampler
         self.given: deque[Any] = deque()  # what it gave, and whose batches have not come
-        self.stopped, self.refused = False, 0  # how often it was asked too early
+        self.stopped, self.refused = False, 0  # ``refused``: how often it was asked too early
 
     def __len__(self) -> int:
         return len(self.indices)
