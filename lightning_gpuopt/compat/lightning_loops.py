@@ -48,8 +48,8 @@ def fetcher_of(loop: Any) -> Any:
 def is_begun_by_fetcher(trainer: Trainer) -> bool:
     """Whether the iterator that is being made is the training loop's: its fetcher is among the callers.
 
-    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for the frame of ``__iter__``
-    or ``__next__`` of ``fit_loop._data_fetcher``; were they others, nobody's iterator is the loop's.
+    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for ``__iter__`` or
+    ``__next__`` of ``fit_loop._data_fetcher`` on the stack; were they others, nobody's iterator is the loop's.
     """
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     behind = {id(each) for each in (fetcher, getattr(fetcher, "stock", None)) if each is not None}
