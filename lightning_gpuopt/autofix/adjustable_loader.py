@@ -37,10 +37,7 @@ class DevicePrefetch(Protocol):
 
 
 class AdjustableLoader:
-    """The training loader of a ``fit`` whose settings can be changed; ``"device_prefetch"`` is one of them.
-
-    Of several, in a CombinedLoader, it is the one that :meth:`aim` has named.
-    """
+    """The training loader of a ``fit`` whose settings can be changed; of several, the one that :meth:`aim` names."""
 
     def __init__(self, trainer: Trainer, prefetch: DevicePrefetch | None = None, *, exact: bool = False) -> None:
         self._trainer = trainer
@@ -56,7 +53,6 @@ class AdjustableLoader:
     # -- finding the loader, and its iterators
 
     def loader_seen(self, seen: SeenLoader) -> None:
-        """Manage a loader; the registry calls it."""
         if not seen.is_training or seen.inner is None:
             return
         ranks = local_ranks_of(self._trainer)
@@ -66,7 +62,6 @@ class AdjustableLoader:
         self._managed.append(managed)
 
     def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
-        """Change what was asked for; the registry calls it."""
         managed = self._managed_of(loader)
         if managed is None:
             return None
@@ -76,7 +71,6 @@ class AdjustableLoader:
         return managed.iterator_wanted()
 
     def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
-        """For an iterator for somebody else; the registry calls it."""
         managed = self._managed_of(loader)
         return nullcontext() if managed is None else managed.as_given()
 
@@ -90,10 +84,6 @@ class AdjustableLoader:
         self.key = key
         return True
 
-    def aim_anew(self) -> None:
-        """Nothing could be changed of the loader that was aimed at: the next :meth:`aim` decides."""
-        self.key = None
-
     @property
     def _index(self) -> int:
         """Of the loader, among the training loaders; -1 where it is not known which of several it is."""
@@ -102,7 +92,6 @@ class AdjustableLoader:
 
     @property
     def _only(self) -> ManagedLoader | None:
-        """The training loader; None where it is not known."""
         loaders, index = train_loaders(self._trainer), self._index
         seen = self._registry.find(loaders[index]) if 0 <= index < len(loaders) else None
         return None if seen is None else self._managed_of(seen.inner)
@@ -113,7 +102,6 @@ class AdjustableLoader:
         return iterators[index] if 0 <= index < len(iterators) else None
 
     def epoch_begins(self) -> None:
-        """An epoch begins."""
         self._registry.forget_dropped()
         there = [each for each in self._managed if not each.running.is_of(None)]
         self._managed = [each for each in there if self._registry.find(each.loader) is not None]
@@ -123,17 +111,12 @@ class AdjustableLoader:
     # -- changes
 
     def now(self, setting: str) -> Any:
-        """The value of a setting; a change that waits for the next iterator does not count."""
         if setting == "device_prefetch":
             return self._prefetch is not None and self._prefetch.is_awake
         return None if (managed := self._only) is None else managed.now(setting)
 
     def change(self, setting: str, value: Any) -> bool:
-        """Change a setting: True where that is in effect, False where it will be with the next iterator.
-
-        Raises:
-            CannotChange: it has to stay as it is.
-        """
+        """Change a setting: True where that is in effect, False where the next iterator brings it; or CannotChange."""
         if setting == "device_prefetch":
             if self._prefetch is None:
                 raise CannotChange("there is no CudaPrefetcher to wake")
@@ -162,30 +145,25 @@ class AdjustableLoader:
         return f"AutoFix leaves {why_left_alone(loaders[index])}"
 
     def take_back(self, setting: str, value: Any) -> None:
-        """Restore the value that a setting had before, now or with the next iterator."""
         if setting == "device_prefetch" and self._prefetch is not None:
             self._prefetch.sleep()
         elif (managed := self._only) is not None:
             managed.take_back(setting, value)
 
     def is_waiting(self, setting: str) -> bool:
-        """Whether a change waits for the next iterator."""
         managed = self._only
         return managed is not None and managed.is_waiting(setting, self._iterator)
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing waits for the next iterator."""
         return all(each.is_settled for each in self._managed)
 
     @property
     def starts_slowly(self) -> bool:
-        """Whether workers are started by another method than fork, which takes seconds."""
         return (managed := self._only) is not None and managed.starts_slowly
 
     @property
     def draws(self) -> bool:
-        """Whether an added worker drew random numbers."""
         return (managed := self._only) is not None and managed.draws
 
     @property

@@ -32,11 +32,7 @@ _WITH_WORKERS: Final = "with num_workers, and measured with it; not predicted by
 
 
 class AutoFixController:
-    """Listens to the detector of one ``fit``, changes one setting at a time, and compares the windows before and after.
-
-    Rank 0 decides, the others do the same. ``guard`` catches our own errors in calls from the detector. ``changes`` are
-    what was tried, oldest first, and ``notes`` sentences for the report.
-    """
+    """Changes one setting at a time, and compares the windows before and after; rank 0 decides for all."""
 
     def __init__(
         self,
@@ -52,8 +48,8 @@ class AutoFixController:
         self._loader, self._fixes = loader, fixes
         self._run_length, self._notify, self._guard = run_length, notify, guard
         self._rank, self._cpus = rank, cpus
-        self.changes: list[Change] = []
-        self.notes: list[str] = []
+        self.changes: list[Change] = []  # what was tried, oldest first
+        self.notes: list[str] = []  # sentences for the report
         self._evidence = Evidence()
         self._trial: ChangeTrial | None = None
         self._failed: set[str] = set()
@@ -73,7 +69,6 @@ class AutoFixController:
     def window_closed(
         self, window: Measurement, findings: list[Finding], loader: LoaderFacts, set_ups: tuple[float, int]
     ) -> bool:
-        """Act on a window; True where the detector has to start its measurements anew."""
         awake = self._loader.now("device_prefetch")
         with self._guard:
             workers = self._loader.now("num_workers")
@@ -157,7 +152,7 @@ class AutoFixController:
             self._refused.add((wanted.loader, setting))
             self._conclude(trial, why=str(reason))
             if aims:
-                self._loader.aim_anew()
+                self._loader.key = None  # nothing could be changed of that one: the next aim decides
             return False
         self._trial, self._before_change[setting] = trial, before
         if aims:
@@ -297,7 +292,6 @@ class AutoFixController:
         self._notify(f"AutoFix: {change_line(self.changes[index])}")
 
     def training_ended(self) -> None:
-        """Training has ended: conclude the trial under way for the report."""
         with self._guard:
             self._end_trial()
 
@@ -314,7 +308,6 @@ class AutoFixController:
     # -- what all ranks do
 
     def epoch_begins(self) -> None:
-        """The loader is about to be iterated."""
         self._loader.epoch_begins()
 
     def obey(self) -> None:

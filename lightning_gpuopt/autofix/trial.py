@@ -24,7 +24,6 @@ class RunLength:
 
 
 def run_length_of(trainer: Trainer) -> RunLength:
-    """What is left of a Trainer's ``fit``, by what it was asked for."""
     batches = trainer.num_training_batches
     steps = int(batches) if batches != float("inf") else 0
     left = float(_MANY_EPOCHS)
@@ -37,24 +36,17 @@ def run_length_of(trainer: Trainer) -> RunLength:
 
 @dataclass
 class ChangeTrial:
-    """A change that is being tried.
-
-    ``entries``: index among the changes, by setting; ``persistent_workers`` may be changed beside the wanted one.
-    ``set_ups_before``: set-ups of epochs before it took effect, without that of the epoch with which it came.
-    ``length``: what was left of the run then. ``persisted``: the workers lived on before it. ``waits``: it has not
-    taken effect. ``skip``: windows to leave out before it is measured. ``after``: seconds per step of each window
-    since. ``saved_s``: seconds a step that it saves, the set-ups of epochs left out; known once it is kept.
-    """
+    """A change that is being tried."""
 
     wanted: Wanted
-    entries: dict[str, int]
-    set_ups_before: int
-    length: RunLength
-    persisted: bool
-    waits: bool = True
-    skip: int = 1
-    after: list[float] = field(default_factory=list)
-    saved_s: float = 0.0
+    entries: dict[str, int]  # index among the changes, by setting; workers may be made persistent beside the wanted one
+    set_ups_before: int  # set-ups of epochs before it took effect, without that of the epoch with which it came
+    length: RunLength  # what was left of the run then
+    persisted: bool  # the workers lived on before it
+    waits: bool = True  # it has not taken effect
+    skip: int = 1  # windows to leave out before it is measured
+    after: list[float] = field(default_factory=list)  # seconds per step of each window since
+    saved_s: float = 0.0  # seconds a step that it saves, without the set-ups of epochs; known once it is kept
 
 
 class Evidence:

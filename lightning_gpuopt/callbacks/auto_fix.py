@@ -16,14 +16,7 @@ from lightning_gpuopt.callbacks._sleeping_prefetcher import SleepingPrefetcher
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
-from lightning_gpuopt.compat.lightning import (
-    STEP_OUTPUT,
-    Callback,
-    LightningModule,
-    Trainer,
-    notify,
-    say_once,
-)
+from lightning_gpuopt.compat.lightning import STEP_OUTPUT, Callback, LightningModule, Trainer, notify, say_once
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks

@@ -7,12 +7,7 @@ from typing import Any, ClassVar, Literal
 from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning_loops as loops
-from lightning_gpuopt.compat.lightning import (
-    STEP_OUTPUT,
-    LightningModule,
-    Trainer,
-    say_once,
-)
+from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trainer, say_once
 from lightning_gpuopt.compat.torch_internals import count_holders
 from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.prefetch.fit import PrefetchedRun
@@ -261,7 +256,6 @@ class CudaPrefetcher(CallbackBase):
 
 
 def _evaluation(trainer: Trainer) -> str:
-    """The evaluating loop that runs now."""
     function = trainer.state.fn
     return "fit-validate" if function == "fit" else str(getattr(function, "value", function))
 

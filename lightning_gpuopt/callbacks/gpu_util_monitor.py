@@ -23,8 +23,6 @@ from lightning_gpuopt.utils.arguments import flag, or_none, real_number, refuse,
 from lightning_gpuopt.utils.callback_base import CallbackBase
 from lightning_gpuopt.utils.progress_bar import BarItem
 
-__all__ = ["GpuUtilMonitor"]
-
 log = logging.getLogger(__name__)
 
 # closer readings would only keep a core busy: NVML's utilization is of 1/6 s to 1 s (nvml.h, nvmlUtilization_t)

@@ -13,13 +13,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from typing_extensions import override
 
-from lightning_gpuopt.compat.lightning import (
-    STEP_OUTPUT,
-    LightningModule,
-    Trainer,
-    rank_zero_warn,
-    say_once,
-)
+from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trainer, rank_zero_warn, say_once
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from lightning_gpuopt.detector.options import DetectorOptions, WindowListener
 from lightning_gpuopt.detector.report_files import is_remote, read_report, write_report
@@ -251,7 +245,7 @@ class StallDetector(CallbackBase):
                 if stop.problem is None:
                     self._stop = stop
                 else:
-                    session.note(f"A stall is raised on each rank by itself: {stop.problem}.")
+                    session.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -356,7 +350,7 @@ class StallDetector(CallbackBase):
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
         local = self._folder if trainer.is_global_zero else None
         if findings and self.capture_trace and local is not None and not is_remote(local):
-            session.record_trace(Path(local) / "trace.json.gz")
+            session.looks.record_trace(Path(local) / "trace.json.gz")
         self._report_findings(trainer, findings)
 
     def _report_findings(self, trainer: Trainer, findings: list[Finding]) -> None:
@@ -422,7 +416,7 @@ class StallDetector(CallbackBase):
             with Guard(self, trainer):
                 session.stop()
                 self._report = self._with_proofs(session.report(measure_images=ended and trainer.is_global_zero))
-                self._sampled = session.sampled
+                self._sampled = session.looks.sampled
                 if self.logs:
                     session.log_rest(trainer)
         finally:

@@ -62,10 +62,7 @@ _AHEAD: Final = ("_data_queue", "_dataset_kind", "_persistent_workers", "_rcvd_i
 
 
 def parts(iterator: Any) -> list[Any]:
-    """The iterators of torch's behind one that is made of several (:mod:`~lightning_gpuopt.tuning.segments`).
-
-    The first is the one whose batches come; those of the others' workers are still to come. Any other is its own part.
-    """
+    """The iterators of torch's behind one, first the one whose batches come; one that is not of several is its own."""
     return getattr(iterator, "gpuopt_parts", None) or [iterator]
 
 
@@ -97,13 +94,11 @@ def numbered_workers(iterator: Any) -> list[tuple[int, Any]]:
 
 
 def worker_pids(iterators: list[Any]) -> list[int]:
-    """Process ids of the workers that run behind these iterators."""
     pids = [getattr(worker, "pid", None) for iterator in iterators for worker in workers_of(iterator)]
     return [pid for pid in pids if pid is not None]
 
 
 def shut_down(iterator: Any) -> None:
-    """End the workers of an iterator, where it has some; it gives nothing more."""
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
@@ -155,10 +150,7 @@ def shares_of_others(iterator: Any, worker: int | None) -> tuple[int, int]:
 
 
 def lies_ready(iterator: Any) -> bool | None:
-    """Whether there is a batch to take from the queue; None for an iterator that is not as expected.
-
-    It may be another than the one whose turn it is: where they come out of order, that one is still waited for.
-    """
+    """Whether there is a batch to take, perhaps not the one whose turn it is; None: the iterator is not as expected."""
     if not has_queues(iterator):
         return None
     part = parts(iterator)[0]
@@ -222,7 +214,6 @@ class WorkerBatches:
 
     @property
     def is_next_ready(self) -> bool:
-        """Whether the next batch can be taken without waiting for a worker."""
         part = parts(self.iterator)[0]
         awaited = part._rcvd_idx
         info = part._task_info.get(awaited)
@@ -281,16 +272,12 @@ def has_workers(iterator: Any) -> bool:
 
 
 def may_pin(loader: Any) -> bool:
-    """Whether a loader's own pin-memory thread can be switched on and batches stay of the types that they have.
-
-    Where workers make the batches. In torch 2.4 that thread makes lists of tuples; ``default_collate`` gives
-    none.
-    """
+    """Whether a loader's own pin-memory thread can be switched on, and batches of workers stay of their types."""
     if not isinstance(loader, DataLoader) or loader.pin_memory or not loader.num_workers:
         return False
     if loader.collate_fn is default_collate:
         return True
-    try:
+    try:  # torch 2.4 makes lists of tuples; ``default_collate`` gives none
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return type(pin_memory(("",))) is tuple  # type: ignore[no-untyped-call]
@@ -316,10 +303,7 @@ def is_plain(loader: DataLoader[Any]) -> bool:
 
 
 def copy_of(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
-    """A loader with a loader's own attributes, but for these; it has no iterator yet, and is made by no constructor.
-
-    Whatever a loader of this or a later torch, or of a class of the user's, holds is taken over.
-    """
+    """A loader with this one's attributes, whatever they are, but for these; without iterator, by no constructor."""
     twin: DataLoader[Any] = object.__new__(type(loader))
     left = iterator_maker(loader)
     # Lightning notes in "__pl_..." how a loader was made, and what was set on it: an iterator would hold itself in it.

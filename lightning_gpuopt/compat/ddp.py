@@ -63,7 +63,6 @@ class Reducer:
 
 
 def reducer_of(model: object, *, timed: bool) -> Reducer | None:
-    """The reducer of a model; None where it is not wrapped in DDP."""
     return Reducer(model, timed=timed) if isinstance(model, DistributedDataParallel) else None
 
 

@@ -1,6 +1,7 @@
 """The door for a run that is to leave no traces: loggers, checkpoints, saved configurations, and its launcher.
 
-Like ``lightning.py``, each function names the private attributes that it touches, and what happens without them.
+Like ``lightning.py``, each function names the private attributes that it touches, as read in Lightning 2.5.0 to 2.6.6,
+and what happens without them.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ _MAX_FRAMES: Final = 20
 
 
 def trainer_being_made() -> Trainer | None:
-    """The Trainer whose constructor is asking for callbacks; None where no caller is one.
-
-    Looks for the frame of ``_CallbackConnector.on_trainer_init`` (Lightning 2.5.0 to 2.6.6).
-    """
+    """The Trainer whose constructor asks for callbacks, by the frame of ``_CallbackConnector.on_trainer_init``."""
     frame = sys._getframe(1)
     for _ in range(_MAX_FRAMES):
         if frame.f_code.co_name == "on_trainer_init":
@@ -35,7 +33,7 @@ def never_start_loggers(trainer: Trainer) -> None:
     2.5.0 to 2.6.6); without it :func:`leave_no_traces` replaces the loggers, when ``setup`` has started them.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    callbacks[:] = [each for each in callbacks if not _saves_configuration(each)]
+    callbacks[:] = [each for each in callbacks if not _is_a(each, "SaveConfigCallback")]
     connector: Any = getattr(trainer, "_logger_connector", None)
     configure = getattr(connector, "configure_logger", None)
     if configure is None:
@@ -50,10 +48,7 @@ def never_start_loggers(trainer: Trainer) -> None:
 
 
 def leave_no_traces(trainer: Trainer, callback: Callback) -> None:
-    """Take a Trainer's checkpoint callbacks away, and its loggers, in the ``setup`` of one of its callbacks.
-
-    Lightning keeps checkpoints behind all others, and is going through the list.
-    """
+    """In ``callback``'s ``setup``: take away a Trainer's loggers, and checkpoints, which come behind all callbacks."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     after = next(index for index, each in enumerate(callbacks) if each is callback) + 1
     callbacks[after:] = [each for each in callbacks[after:] if not is_checkpoint(each)]
@@ -72,17 +67,13 @@ def _package_of(trainer: Trainer) -> str:
     return base.__module__.removesuffix(".trainer.trainer")
 
 
-def _saves_configuration(callback: object) -> bool:
-    return any(cls.__name__ == "SaveConfigCallback" for cls in type(callback).__mro__)
+def _is_a(value: object, kind: str) -> bool:
+    return any(cls.__name__ == kind for cls in type(value).__mro__)
 
 
 def waits_for_results(trainer: Trainer) -> bool:
-    """Whether another process waits for what this one returns from ``fit``, as under ``ddp_spawn``.
-
-    Reads the class of ``strategy.launcher``, ``_MultiProcessingLauncher`` (Lightning 2.5.0 to 2.6.6).
-    """
-    launcher = trainer.strategy.launcher
-    return any(cls.__name__ == "_MultiProcessingLauncher" for cls in type(launcher).__mro__)
+    """Whether another process waits for what ``fit`` returns: ``strategy.launcher`` is ``_MultiProcessingLauncher``."""
+    return _is_a(trainer.strategy.launcher, "_MultiProcessingLauncher")
 
 
 def close_progress_bar(trainer: Trainer, pl_module: LightningModule) -> None:

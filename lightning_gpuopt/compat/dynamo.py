@@ -29,12 +29,7 @@ from typing import Any, Final
 _CALLBACK: Final = "torch._dynamo.callback"
 _UTILS: Final = "torch._dynamo.utils"
 _CONFIG: Final = "torch._dynamo.config"
-_METHODS: Final = (
-    "register_start_callback",
-    "register_end_callback",
-    "remove_start_callback",
-    "remove_end_callback",
-)
+_METHODS: Final = ("register_start_callback", "register_end_callback", "remove_start_callback", "remove_end_callback")
 
 
 class CannotWatchError(RuntimeError):
@@ -42,7 +37,6 @@ class CannotWatchError(RuntimeError):
 
 
 def is_imported() -> bool:
-    """Whether the program has torch.compile's tracer loaded."""
     return _CALLBACK in sys.modules
 
 
@@ -89,6 +83,5 @@ def guard_failures() -> dict[CodeType, list[str]]:
 
 
 def compilations_at_most() -> int | None:
-    """Compiled versions of a function after which it runs eagerly; None where torch does not tell."""
     limit = getattr(sys.modules.get(_CONFIG), "cache_size_limit", None)
     return limit if isinstance(limit, int) and limit > 0 else None

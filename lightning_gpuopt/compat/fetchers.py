@@ -91,7 +91,6 @@ def _goes_through_keys(dataset: Any) -> bool:
 
 
 def is_stream(fetcher: Any) -> bool:
-    """Whether a fetcher takes the next samples of an ``IterableDataset``, which have no keys and come to an end."""
     from torch.utils.data._utils import fetch
 
     return isinstance(fetcher, fetch._IterableDatasetFetcher)
@@ -130,7 +129,6 @@ def wrap_exception(worker: int) -> Any:
 
 
 def is_wrapped(what: Any) -> bool:
-    """Whether something is an exception that a worker has sent."""
     return isinstance(what, ExceptionWrapper)
 
 
@@ -145,6 +143,5 @@ def raise_here(error: Any) -> NoReturn:
 
 
 def can_be_a_worker() -> bool:
-    """Whether :func:`be_a_worker` finds what it sets."""
     names = ("WorkerInfo", "_generate_state", "_worker_info")
     return all(hasattr(torch_worker, name) for name in names)

@@ -2,8 +2,8 @@
 
 What concerns its loops' fetchers and the way of batches to the device is next door, in ``lightning_loops``.
 
-Each function that reads a private attribute names the version it was read from and what happens when it is gone: the
-feature disables itself and says so, training continues.
+Each function that reads a private attribute names it, and what happens when it is gone: the feature disables itself and
+says so, training continues. All were read in Lightning 2.5.0 to 2.6.6, unless another version is named.
 """
 
 from __future__ import annotations
@@ -40,59 +40,14 @@ else:
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
     from pytorch_lightning.utilities.types import STEP_OUTPUT
 
-__all__ = [
-    "STEP_OUTPUT",
-    "CSVLogger",
-    "Callback",
-    "LightningDataModule",
-    "LightningModule",
-    "Logger",
-    "MisconfigurationException",
-    "PassThroughProfiler",
-    "Profiler",
-    "Trainer",
-    "async_saves_copy",
-    "finished_optimizer_step",
-    "hide_from_log",
-    "hold_messages",
-    "is_checkpoint",
-    "is_good_end",
-    "is_plain_hook",
-    "leave_finished_epoch",
-    "local_ranks_of",
-    "logging_step",
-    "metrics_reduced_in_steps",
-    "notify",
-    "processed_batches",
-    "profiler",
-    "rank_zero_info",
-    "rank_zero_warn",
-    "replace_train_iterator",
-    "say_once",
-    "seed_everything",
-    "set_train_batches",
-    "shadow",
-    "signal_broadcast",
-    "silence_both_hooks",
-    "silence_worker_hint",
-    "stage_runner",
-    "train_iterators",
-    "train_loader_keys",
-    "train_loaders",
-    "validation_loop",
-    "version",
-]
+# what is passed on as it is
+__all__ = ["STEP_OUTPUT", "CSVLogger", "LightningModule", "Logger", "MisconfigurationException", "PassThroughProfiler"]
+__all__ += ["Profiler", "Trainer", "rank_zero_info", "rank_zero_warn", "seed_everything"]
 
 log = logging.getLogger(__name__)
 
-_HOOK_BASES = (
-    "lightning.pytorch.core.",
-    "pytorch_lightning.core.",
-    "lightning.pytorch.callbacks.callback",
-    "pytorch_lightning.callbacks.callback",
-    "lightning.pytorch.strategies.strategy",
-    "pytorch_lightning.strategies.strategy",
-)
+BASE_STRATEGY = tuple(f"{name}.strategies.strategy" for name in _NAMES)
+_HOOK_BASES = (*(f"{name}.{part}" for name in _NAMES for part in ("core.", "callbacks.callback")), *BASE_STRATEGY)
 
 _reported: weakref.WeakKeyDictionary[Trainer, set[str]] = weakref.WeakKeyDictionary()
 _held: weakref.WeakKeyDictionary[Trainer, list[str]] = weakref.WeakKeyDictionary()
@@ -154,15 +109,12 @@ def _name_of(cls: type) -> str | None:
 
 
 def version() -> str:
-    """The version of Lightning under the name that we speak."""
     return str(sys.modules[Trainer.__module__.partition(".")[0]].__version__)
 
 
 def async_saves_copy() -> bool:
-    """Whether ``AsyncCheckpointIO`` copies the tensors that it writes: from 2.5.4 on.
-
-    Before, training changes them meanwhile: https://github.com/Lightning-AI/pytorch-lightning/issues/20953
-    """
+    """Whether ``AsyncCheckpointIO`` copies the tensors that it writes, which training changes meanwhile."""
+    # https://github.com/Lightning-AI/pytorch-lightning/issues/20953
     return [int(number) for number in re.findall(r"\d+", version())[:3]] >= [2, 5, 4]
 
 
@@ -185,10 +137,7 @@ def is_plain_hook(owner: object, hook: str) -> bool:
 
 
 def say_once(trainer: Trainer, cause: str, message: str, *, warn: bool = True, every_rank: bool = False) -> None:
-    """Tell the user something once per Trainer and ``cause``, however many find it; ``warn=False`` is an info line.
-
-    ``every_rank`` warns on each rank that finds it, not on rank 0 only.
-    """
+    """Tell the user once per Trainer and ``cause``, on rank 0 or ``every_rank``; ``warn=False`` is an info line."""
     causes = _reported.setdefault(trainer, set())
     if cause in causes:
         return
@@ -217,10 +166,7 @@ def hold_messages(trainer: Trainer) -> list[str]:
 
 
 def hide_from_log(entry_point: str) -> None:
-    """Keep Lightning from logging that this entry point has added callbacks to a Trainer; once.
-
-    Lightning's ``fabric.utilities.registry`` does so at level INFO, which its loggers print (2.5.0 to 2.6.6).
-    """
+    """Keep Lightning's ``fabric.utilities.registry`` from printing, at INFO, that an entry point adds callbacks."""
     for name in ("lightning.fabric.utilities.registry", "lightning_fabric.utilities.registry"):
         registry = logging.getLogger(name)
         if not any(isinstance(each, _Hides) and each.entry_point == entry_point for each in registry.filters):
@@ -237,23 +183,15 @@ class _Hides(logging.Filter):
 
 
 def logging_step(trainer: Trainer) -> int:
-    """The step that Lightning puts on the x axis of its own metrics now; in ``on_train_batch_end``, this batch's.
-
-    Reads ``_TrainingEpochLoop._batches_that_stepped`` (Lightning 2.5.0 to 2.6.6). Without it the public
-    ``trainer.global_step`` stands in, which counts each optimizer of several.
-    """
+    """The step on the x axis of Lightning's own metrics; in ``on_train_batch_end``, this batch's."""
     try:
         return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
     except AttributeError:
-        return max(trainer.global_step - 1, 0)
+        return max(trainer.global_step - 1, 0)  # which counts each optimizer of several
 
 
 def finished_optimizer_step(trainer: Trainer) -> int | None:
-    """The logging step that this batch completes, or None while gradients still accumulate.
-
-    For use in ``on_train_batch_end``. Reads ``_TrainingEpochLoop._should_accumulate`` (Lightning 2.5.0 to 2.6.6);
-    without it every batch counts as a step.
-    """
+    """The logging step that this batch completes, for ``on_train_batch_end``; None while gradients accumulate."""
     loop = trainer.fit_loop.epoch_loop
     try:
         accumulating = loop._should_accumulate()
@@ -263,30 +201,22 @@ def finished_optimizer_step(trainer: Trainer) -> int | None:
 
 
 def local_ranks_of(trainer: Trainer) -> int:
-    """Ranks on this node, at least 1."""
     return max(min(trainer.num_devices, trainer.world_size), 1)
 
 
 def train_loaders(trainer: Trainer) -> list[Any]:
-    """The training loaders as Lightning made them ready, one by one.
-
-    Reads ``_FitLoop._combined_loader`` (Lightning 2.5.0 to 2.6.6); empty when it is gone.
-    """
+    """The training loaders as Lightning made them ready; empty without ``_FitLoop._combined_loader``."""
     combined = getattr(trainer.fit_loop, "_combined_loader", None)
     return list(getattr(combined, "flattened", ()))
 
 
 def train_datasets(trainer: Trainer) -> list[Any]:
-    """The datasets of :func:`train_loaders`, of those that have one."""
     datasets = (getattr(loader, "dataset", None) for loader in train_loaders(trainer))
     return [each for each in datasets if each is not None]
 
 
 def train_iterators(trainer: Trainer) -> list[Any]:
-    """The running iterators over :func:`train_loaders`.
-
-    Reads ``CombinedLoader._iterator.iterators`` (Lightning 2.5.0 to 2.6.6); empty when it is gone, or between epochs.
-    """
+    """Running iterators over :func:`train_loaders`; empty between epochs, or without ``CombinedLoader._iterator``."""
     return list(_running_iterators(trainer))
 
 
@@ -305,10 +235,7 @@ def train_iterator_is(trainer: Trainer, index: int, iterator: Any) -> bool:
 
 
 def train_loader_keys(trainer: Trainer) -> list[str]:
-    """Where each of :func:`train_loaders` is in the CombinedLoader, ``"images"`` or ``"0"``; empty strings for one.
-
-    Reads ``_FitLoop._combined_loader`` (Lightning 2.5.0 to 2.6.6), whose ``iterables`` are as the user gave them.
-    """
+    """Where :func:`train_loaders` are in the CombinedLoader, ``"images"`` or ``"0"``; an empty string for one."""
     loaders = train_loaders(trainer)
     if len(loaders) == 1:
         return [""]
@@ -327,32 +254,20 @@ def _keys_of(loaders: Any, before: str = "") -> Iterator[str]:
 
 
 def replace_train_iterator(trainer: Trainer, index: int, iterator: Any) -> None:
-    """Put another iterator in the place of one of :func:`train_iterators`; nothing where there is none.
-
-    Writes ``CombinedLoader._iterator.iterators`` (Lightning 2.5.0 to 2.6.6).
-    """
-    combined = getattr(trainer.fit_loop, "_combined_loader", None)
-    iterators = getattr(getattr(combined, "_iterator", None), "iterators", [])
+    """Put an iterator in place of one of :func:`train_iterators`, in ``CombinedLoader._iterator``, if there is one."""
+    iterators: Any = _running_iterators(trainer)
     if index < len(iterators):
         iterators[index] = iterator
 
 
 def processed_batches(trainer: Trainer) -> int:
-    """Batches of this epoch that the training step has taken.
-
-    Right in every hook from ``on_train_batch_end`` on, and after an exception inside the step. Reads
-    ``_TrainingEpochLoop.batch_progress.current.processed`` (Lightning 2.5.0 to 2.6.6).
-    """
+    """Batches of this epoch that the step took; right from ``on_train_batch_end`` on, and after an exception in it."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return int(progress.processed)
 
 
 def set_train_batches(trainer: Trainer, length: int) -> None:
-    """Tell a running fit that its loader now has another length.
-
-    Lightning asks once, when the loader is set up. Writes ``_FitLoop.max_batches``, its combined loader's ``limits``
-    and ``Trainer.val_check_batch`` (Lightning 2.5.0 to 2.6.6). Only for a single train loader.
-    """
+    """Tell a running fit, which asks once, that its only training loader has another length."""
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
     combined = getattr(loop, "_combined_loader", None)
     if combined is None or len(combined.flattened) != 1 or combined.limits is None:
@@ -370,7 +285,7 @@ def leave_finished_epoch(trainer: Trainer) -> None:
     """After a resume from a checkpoint of an epoch's last ``on_train_batch_end``: count that epoch as finished.
 
     Lightning finds out by the loader's length, which is another one when the number of ranks has changed. Does what
-    ``_TrainingEpochLoop.reset`` does then (Lightning 2.5.0 to 2.6.6); without these attributes, nothing.
+    ``_TrainingEpochLoop.reset`` does then; without these attributes, nothing.
     """
     loop = trainer.fit_loop.epoch_loop
     if not (getattr(loop, "restarted_on_train_batch_end", False) and loop.batch_progress.is_last_batch):
@@ -384,10 +299,7 @@ def leave_finished_epoch(trainer: Trainer) -> None:
 
 
 def metrics_reduced_in_steps(trainer: Trainer) -> list[str]:
-    """Names of the metrics that are logged with ``sync_dist=True`` and ``on_step=True`` while training.
-
-    Reads ``_TrainingEpochLoop._results`` and the ``meta`` in it (Lightning 2.5.0 to 2.6.6); empty when that is gone.
-    """
+    """Names of metrics logged with ``sync_dist`` and ``on_step``; empty without ``_TrainingEpochLoop._results``."""
     try:
         metas = [each.meta for each in trainer.fit_loop.epoch_loop._results.values()]
         synced = [each for each in metas if each.on_step and each.sync.should and not each.sync.rank_zero_only]
@@ -402,10 +314,7 @@ def profiler(trainer: Trainer) -> Profiler:
 
 
 def silence_worker_hint(loaders: str = r"\w+_dataloader") -> Callable[[], None]:
-    """Keep Lightning from advising more workers for loaders (a regular expression of its names); gives the undo.
-
-    For a loader that is faster without, or whose number is found.
-    """
+    """Keep Lightning from advising more workers for loaders (a regular expression of its names); gives the undo."""
     return _ignore(rf"The '{loaders}' does not have many workers")
 
 
@@ -426,27 +335,19 @@ def _ignore(message: str) -> Callable[[], None]:
 
 
 def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:
-    """Where Lightning broadcasts before each step, under several ranks, whether a signal told it to stop.
-
-    Names ``_TrainingEpochLoop._broadcast_sigterm_tensor`` (read in Lightning 2.6.6). None where it does not exist: then
-    there is no such wait.
-    """
+    """Where Lightning broadcasts, before each step of several ranks, whether to stop; None: not there (as in 2.6.6)."""
     name = "_broadcast_sigterm_tensor"
     loop = trainer.fit_loop.epoch_loop
     return (loop, name) if callable(getattr(loop, name, None)) else None
 
 
 def validation_loop(trainer: Trainer) -> Any | None:
-    """The loop that validates inside ``fit``; its ``run()`` is one whole validation.
-
-    Reads ``trainer.fit_loop.epoch_loop.val_loop`` (Lightning 2.5.0 to 2.6.6). None when it is gone: validation is then
-    seen from the validation hooks alone, and the start of its workers counts as ``other``.
-    """
+    """The loop that validates inside ``fit``; None: hooks alone tell of it, and its set-up counts as ``other``."""
     return getattr(trainer.fit_loop.epoch_loop, "val_loop", None)
 
 
 def is_good_end(error: BaseException) -> bool:
-    """Whether this is how a Tuner ends a stage: ``_TunerExitException`` (Lightning 2.5.0 to 2.6.6)."""
+    """Whether this is how a Tuner ends a stage: ``_TunerExitException``."""
     return type(error).__name__ == "_TunerExitException"
 
 
@@ -454,7 +355,7 @@ def stage_runner(trainer: Trainer) -> tuple[str, Callable[[], Any]] | None:
     """Name and method of a Trainer that runs a ``fit``, ``test`` or another stage, once callbacks are set up.
 
     What it raises has come from there before any callback is told, and in processes that Lightning forks for its ranks,
-    where none is. ``Trainer._run_stage`` (Lightning 2.5.0 to 2.6.6); None: it is gone, and callbacks alone are told.
+    where none is. ``Trainer._run_stage``; None: it is gone, and callbacks alone are told.
     """
     run = getattr(trainer, "_run_stage", None)
     return None if run is None else ("_run_stage", run)

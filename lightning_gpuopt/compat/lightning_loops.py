@@ -1,7 +1,7 @@
 """The door to Lightning's loops: how they fetch batches and bring them to the device.
 
-Like ``lightning.py``, this module names each private attribute that it touches, the versions in which it was read, and
-what happens when it is gone. What looking ahead needs is checked once, by :func:`missing_names`.
+Like ``lightning.py``, it names each private attribute that it touches, as read in Lightning 2.5.0 to 2.6.6, and what
+happens when it is gone. What looking ahead needs is checked once, by :func:`missing_names`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,16 @@ from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any, Final
 
-from lightning_gpuopt.compat.lightning import LightningModule, Trainer, is_plain_hook
+from lightning_gpuopt.compat.lightning import BASE_STRATEGY, LightningModule, Trainer, is_plain_hook
 
 _FETCHER: Final = ("_PrefetchDataFetcher", "_DataFetcher")
 _MAX_FRAMES: Final = 40
-_FETCHER_ATTRIBUTES: Final = (
-    "batches",
-    "done",
-    "fetched",
-    "iterator",
-    "length",
-    "prefetch_batches",
-    "_start_profiler",
-    "_stop_profiler",
-)
+_FETCHER_ATTRIBUTES: Final = ("batches", "done", "fetched", "iterator", "length", "prefetch_batches")
+_FETCHER_METHODS: Final = ("_start_profiler", "_stop_profiler")
 
 
 def loops(trainer: Trainer) -> dict[str, Any]:
-    """The loops that fetch batches, by what they do.
-
-    Reads ``fit_loop.epoch_loop.val_loop``, ``validate_loop``, ``test_loop`` and ``predict_loop`` (Lightning 2.5.0 to
-    2.6.6).
-    """
+    """The loops that fetch batches, by what they do; reads ``fit_loop.epoch_loop.val_loop``."""
     return {
         "fit": trainer.fit_loop,
         "fit-validate": trainer.fit_loop.epoch_loop.val_loop,
@@ -43,11 +31,7 @@ def loops(trainer: Trainer) -> dict[str, Any]:
 
 
 def missing_names(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """A private name of Lightning that looking ahead needs, and that this version does not have; None: all are there.
-
-    ``_Loop._data_fetcher``, ``_Loop._combined_loader``, ``LightningModule._call_batch_hook``,
-    ``CombinedLoader._state_dicts`` and what :class:`StockFetcher` reads (Lightning 2.5.0 to 2.6.6).
-    """
+    """A private name that looking ahead needs, and that this Lightning does not have; None: all are there."""
     for name, loop in loops(trainer).items():
         for attribute in ("_data_fetcher", "_combined_loader"):
             if not hasattr(loop, attribute):
@@ -58,16 +42,14 @@ def missing_names(trainer: Trainer, pl_module: LightningModule) -> str | None:
 
 
 def fetcher_of(loop: Any) -> Any:
-    """The fetcher from which a loop will take its batches; ``_Loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6)."""
     return loop._data_fetcher
 
 
 def is_begun_by_fetcher(trainer: Trainer) -> bool:
     """Whether the iterator that is being made is the training loop's: its fetcher is among the callers.
 
-    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for the frame of
-    ``_DataFetcher.__iter__`` or ``__next__`` of ``fit_loop._data_fetcher`` (Lightning 2.5.0 to 2.6.6); were they
-    others, nobody's iterator is the loop's.
+    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for ``__iter__`` or
+    ``__next__`` of ``fit_loop._data_fetcher`` on the stack; were they others, nobody's iterator is the loop's.
     """
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     behind = {id(each) for each in (fetcher, getattr(fetcher, "stock", None)) if each is not None}
@@ -90,8 +72,7 @@ def take_through(trainer: Trainer, kind: type[Any], make: Callable[[Any], Any]) 
     """Have the training loop take its batches through an iterator of ours; does nothing where it does so already.
 
     Each epoch has a new iterator, of class ``kind``, which ``make`` makes of the epoch's. Reads
-    ``fit_loop._data_fetcher``, and writes its ``iterator``, which gives ``(batch, batch_idx, dataloader_idx)``
-    (Lightning 2.5.0 to 2.6.6).
+    ``fit_loop._data_fetcher``, and writes its ``iterator``, which gives ``(batch, batch_idx, dataloader_idx)``.
     """
     fetcher = _stock_fetcher(trainer)
     if not isinstance(fetcher.iterator, kind):
@@ -104,7 +85,7 @@ def replay(trainer: Trainer, batches: Iterator[Any]) -> None:
     No validation comes any more. Called in ``on_train_batch_end``; ``batches`` gives ``(batch, batch_idx,
     dataloader_idx)`` for ever. Writes ``iterator``, ``length``, ``done`` and ``batches`` of the fetcher,
     ``_FitLoop.max_batches`` and ``_TrainingEpochLoop.batch_progress.is_last_batch``, and resets
-    ``_FitLoop._combined_loader``, but for its ``_iterator`` (Lightning 2.5.0 to 2.6.6).
+    ``_FitLoop._combined_loader``, but for its ``_iterator``.
     """
     loop = trainer.fit_loop
     fetcher, placed = _stock_fetcher(trainer), fetcher_of(loop)
@@ -129,34 +110,28 @@ def _stock_fetcher(trainer: Trainer) -> Any:
 
 
 def reset_loaders(trainer: Trainer) -> None:
-    """End the workers of all loaders of a Trainer; their iterators are of no use any more.
-
-    Resets ``_combined_loader`` of each loop (Lightning 2.5.0 to 2.6.6).
-    """
+    """End the workers of all loaders, by ``_combined_loader`` of each loop; their iterators are of no use any more."""
     for loop in loops(trainer).values():
         if (combined := getattr(loop, "_combined_loader", None)) is not None:
             combined.reset()
 
 
 def why_not_replaceable(fetcher: Any) -> str | None:
-    """Why a fetcher of Lightning's cannot be looked ahead of; None where it can."""
     names = [cls.__name__ for cls in type(fetcher).__mro__]
     if "_DataLoaderIterDataFetcher" in names:
         return "the step takes batches from dataloader_iter itself"
-    if names[:2] != list(_FETCHER) or not all(hasattr(fetcher, name) for name in _FETCHER_ATTRIBUTES):
-        return f"its data fetcher {names[0]} is not the one of Lightning 2.5 and 2.6"
-    if not callable(getattr(fetcher, "_start_profiler", None)) or not callable(
-        getattr(fetcher, "_stop_profiler", None)
-    ):
-        return f"its data fetcher {names[0]} is not the one of Lightning 2.5 and 2.6"
-    return None
+    methods = (getattr(fetcher, name, None) for name in _FETCHER_METHODS)
+    is_known = names[:2] == list(_FETCHER) and all(hasattr(fetcher, name) for name in _FETCHER_ATTRIBUTES)
+    if is_known and all(map(callable, methods)):
+        return None
+    return f"its data fetcher {names[0]} is not the one of Lightning 2.5 and 2.6"
 
 
 class StockFetcher:
     """Lightning's own ``_PrefetchDataFetcher``, batch by batch.
 
     Reads its ``batches``, ``done``, ``fetched``, ``iterator``, ``length``, ``prefetch_batches``, ``_start_profiler``
-    and ``_stop_profiler``, and the iterator of its CombinedLoader (Lightning 2.5.0 to 2.6.6).
+    and ``_stop_profiler``, and the iterator of its CombinedLoader.
     """
 
     def __init__(self, fetcher: Any) -> None:
@@ -182,7 +157,6 @@ class StockFetcher:
 
     @property
     def length(self) -> int | None:
-        """Batches of an epoch; None where nobody knows."""
         return None if self.fetcher.length is None else int(self.fetcher.length)
 
     @property
@@ -205,10 +179,7 @@ class StockFetcher:
 
     @property
     def next_restarts_a_loader(self) -> bool:
-        """Whether the next fetch makes a new iterator, to cycle or for a next loader: that draws from the random state.
-
-        Reads ``_idx``, ``_iterator_idx`` and ``limits`` of the CombinedLoader's iterator. True where nobody knows.
-        """
+        """Whether the next fetch makes a new iterator, which draws from the random state; True where nobody knows."""
         combined = self.fetcher.combined_loader
         running = combined._iterator
         if combined._mode in ("min_size", "max_size") or len(combined.flattened) == 1:
@@ -240,12 +211,10 @@ class StockFetcher:
         return self.fetcher.combined_loader._state_dicts()
 
     def teardown(self) -> None:
-        """As Lightning does at the end."""
         self.fetcher.teardown()
 
 
 def length_of(loader: Any) -> int | None:
-    """Batches of an epoch; None where the loader does not know."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -253,11 +222,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def put_loader_states(checkpoint: dict[str, Any], states: Any) -> None:
-    """Write the positions of the training loaders into a checkpoint, over those that Lightning wrote.
-
-    Writes ``checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"]`` (Lightning 2.5.0 to 2.6.6), where there
-    is one.
-    """
+    """Write the training loaders' positions into a checkpoint's ``fit_loop``, over those that Lightning wrote."""
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if "combined_loader" in state:
         state["combined_loader"] = states
@@ -267,8 +232,7 @@ def is_before_max_steps(trainer: Trainer, further: int, optimizer_steps: float |
     """Whether ``max_steps`` lets the batch that comes ``further`` after the current one be trained on.
 
     ``optimizer_steps`` are those that a batch takes in manual optimization (None: not known); ``step_done`` is whether
-    the current batch's own is over. Reads ``_TrainingEpochLoop.batch_progress.current.ready`` (Lightning 2.5.0 to
-    2.6.6).
+    the current batch's own is over. Reads ``_TrainingEpochLoop.batch_progress.current.ready``.
     """
     if trainer.max_steps is None or trainer.max_steps < 0:
         return True
@@ -291,7 +255,7 @@ def batches_left(trainer: Trainer) -> int | None:
 
     By ``max_steps`` and ``max_epochs``; ``limit_train_batches`` is in the number of an epoch's batches. Where the last
     batches of an epoch make a step of their own, or a module optimizes by itself, it is an estimate. Called in
-    ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress`` (Lightning 2.5.0 to 2.6.6).
+    ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress``.
     """
     progress = trainer.fit_loop.epoch_loop.batch_progress
     of_an_epoch, left = trainer.num_training_batches, []
@@ -309,26 +273,19 @@ def batches_left(trainer: Trainer) -> int | None:
 
 
 def more_than_a_step_follows(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether the epoch ends, or a validation may come, after this batch; False also where that cannot be foreseen.
-
-    Called in ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress.is_last_batch`` (Lightning 2.5.0 to
-    2.6.6).
-    """
+    """Whether in ``on_train_batch_end`` the epoch ends, or a validation may come; False also if that is unknown."""
     every = trainer.val_check_batch
     validates = every not in (None, float("inf")) and every > 0 and (batch_idx + 1) % every == 0
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch or validates)
 
 
 def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Why batches do not come to the device in Lightning's plain way; None where they do."""
     for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
         if owner is not None and not is_plain_hook(owner, "on_before_batch_transfer"):
             return f"{type(owner).__name__}.on_before_batch_transfer works on each batch before its copy"
     strategy = trainer.strategy
     owner = next(cls for cls in type(strategy).__mro__ if "batch_to_device" in vars(cls))
-    if not owner.__module__.startswith(
-        ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
-    ):
+    if not owner.__module__.startswith(BASE_STRATEGY):
         return f"{owner.__name__} moves batches to the device in its own way"
     return None
 
@@ -352,15 +309,11 @@ def own_transfer(trainer: Trainer, pl_module: LightningModule) -> Callable[[Any,
 
 
 def after_transfer(pl_module: LightningModule, batch: Any, dataloader_idx: int) -> Any:
-    """Call the hook ``on_after_batch_transfer``, wherever it is; ``LightningModule._call_batch_hook``."""
     return pl_module._call_batch_hook("on_after_batch_transfer", batch, dataloader_idx)
 
 
 def place_in_epoch(trainer: Trainer) -> tuple[int, int, int | None]:
-    """The epoch, how many of its training batches are finished, and how many it has, where that is known.
-
-    Reads ``_TrainingEpochLoop.batch_progress.current.completed`` (Lightning 2.5.0 to 2.6.6); any thread may ask.
-    """
+    """The epoch, how many of its training batches are finished, and how many it has (None: unknown); any thread."""
     batches = trainer.num_training_batches
     done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
     return trainer.current_epoch, int(done), int(batches) if 0 < batches < float("inf") else None

@@ -24,16 +24,7 @@ from typing import Any, Final
 import torch
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
-__all__ = [
-    "collate",
-    "count_holders",
-    "default_collate_fn_map",
-    "default_store",
-    "nccl_entries",
-    "profiler_is_enabled",
-    "storage_key",
-    "version_of",
-]
+__all__ = ["collate", "default_collate_fn_map"]  # what is passed on as it is
 
 # how many tensors share a storage, by :func:`storage_key`; None where torch cannot count them
 count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
@@ -51,7 +42,6 @@ def version_of(tensor: torch.Tensor) -> int | None:
 
 
 def profiler_is_enabled() -> bool:
-    """Whether any profiler of torch's records now."""
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
 
 

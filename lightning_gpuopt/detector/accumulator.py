@@ -22,12 +22,7 @@ _Reading = Mapping[str, Any]
 
 
 class SteadyStateAccumulator:
-    """Measures from its construction on, with probes that begin anew then.
-
-    ``steps`` are those that the host has done. ``known`` are figures that stay as they are. After a change of the
-    loader, later windows prove ``findings``. ``diagnose_after_s`` are seconds of the run, since its last change, before
-    which findings are not looked for again.
-    """
+    """Measures from its construction on, with probes that begin anew then."""
 
     def __init__(
         self,
@@ -37,8 +32,8 @@ class SteadyStateAccumulator:
         owners: Mapping[str, object],
         known: Mapping[str, Any],
     ) -> None:
-        self.findings: list[Finding] = []
-        self.diagnose_after_s = 0.0
+        self.findings: list[Finding] = []  # after a change of the loader, later windows prove them
+        self.diagnose_after_s = 0.0  # seconds since the last change before which findings are not looked for again
         self._probes = probes
         self._history = history
         self._known = known
@@ -72,7 +67,6 @@ class SteadyStateAccumulator:
         return self._since(self._start, self._last, times, self._history.records)
 
     def _keep_record(self, times: PhaseTimes) -> None:
-        """Keep what was measured since the last record, for what changes over the run."""
         of_record = times - self._recorded_times
         measured = self._since(self._recorded_reading, self._last, of_record)
         self._recorded_reading, self._recorded_times = self._last, times

@@ -27,12 +27,7 @@ _CLOSE_S: Final = 1.0
 _CATCH_UP_S: Final = 3.0
 _POLL_S: Final = 0.002
 _READINGS: Final = (
-    "utilization",
-    "sm_activity",
-    "slowed_percent",
-    "power_capped_percent",
-    "sm_clock_mhz",
-    "sm_clock_max_mhz",
+    *("utilization", "sm_activity", "slowed_percent", "power_capped_percent", "sm_clock_mhz", "sm_clock_max_mhz"),
     "neighbours",
 )
 
@@ -92,7 +87,6 @@ class DeviceWatch(Probe):
             return True
 
     def read_events(self) -> None:
-        """Read the events that the GPU has passed."""
         if self._reads:
             try:
                 self.clock.read()
@@ -162,7 +156,6 @@ class DeviceWatch(Probe):
 
     @override
     def close(self) -> None:
-        """End the readings."""
         self._sampler.stop(_CLOSE_S)
         self._take_notices()
 

@@ -17,13 +17,11 @@ class DownloadWatch:
         self._before: dict[str, int] = {}
 
     def begin(self, folders: Iterable[str]) -> None:
-        """Look at folders that were not looked at yet, before much is read."""
         for folder in folders:
             if folder not in self._before:
                 self._before[folder] = _count(folder)
 
     def notes(self) -> list[str]:
-        """A line for each folder that holds more files than before."""
         notes = []
         for folder, before in self._before.items():
             if (more := _count(folder) - before) > 0:
@@ -35,7 +33,6 @@ class DownloadWatch:
 
 
 def _count(folder: str) -> int:
-    """Number of the files in a folder, so far as they are counted; of one that is not there, none."""
     return sum(1 for _ in islice(_files(folder), _MAX_FILES))
 
 

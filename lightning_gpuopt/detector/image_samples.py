@@ -27,8 +27,6 @@ _CHANNELS: Final = 3
 
 @dataclass(frozen=True)
 class ReadImages:
-    """The image files of a dataset."""
-
     read: Callable[[int], bytes | None]  # gives a file's bytes by number
     count: int
     own: bool = False  # of this package: it has ``image_file(index) -> bytes``
@@ -50,7 +48,8 @@ def _find(dataset: Any, depth: int) -> ReadImages | None:
         return None
     if callable(getattr(dataset, "image_file", None)):
         decode = getattr(dataset, "decode", None)
-        return ReadImages(dataset.image_file, len(dataset), True, _counts_shards(dataset), decode == "tensor")
+        in_lmdb = getattr(getattr(dataset, "info", None), "num_shards", None) is not None
+        return ReadImages(dataset.image_file, len(dataset), True, in_lmdb, decode == "tensor")
     paths = _paths(dataset)
     if paths is not None:
         return ReadImages(partial(_read, paths), len(paths))
@@ -60,10 +59,6 @@ def _find(dataset: Any, depth: int) -> ReadImages | None:
     else:
         found = _find(getattr(dataset, "dataset", None), depth - 1)
     return _within(dataset, found) if found is not None else None
-
-
-def _counts_shards(dataset: Any) -> bool:
-    return getattr(getattr(dataset, "info", None), "num_shards", None) is not None
 
 
 def _paths(dataset: Any) -> Sequence[Any] | None:
@@ -89,7 +84,6 @@ def _path_in(entry: Any) -> str | os.PathLike[str] | None:
 
 
 def _joined(parts: list[ReadImages | None]) -> ReadImages | None:
-    """The files of several datasets one after the other; None where one of them has none."""
     known = [part for part in parts if part is not None]
     if not known or len(known) < len(parts):
         return None
@@ -120,10 +114,7 @@ def _within(wrapper: Any, found: ReadImages) -> ReadImages:
 
 
 def describe(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
-    """What is known of a dataset's image files without reading one; None: not known to read any.
-
-    ``batch`` is the number and the side in pixels of the images in a batch; None where it holds no square RGB images.
-    """
+    """What is known of image files without reading one; ``batch`` is :func:`images_in`'s. None: none are known."""
     files = image_files(dataset)
     if files is None:
         return None

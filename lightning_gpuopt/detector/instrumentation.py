@@ -11,7 +11,6 @@ import torch
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer, shadow
-from lightning_gpuopt.detector.copies_ahead import CopiesAhead
 from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.detector.rank_watch import is_sharded
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
@@ -23,14 +22,8 @@ from lightning_gpuopt.timeline.profiler import TimelineProfiler
 log = logging.getLogger(__name__)
 
 _LOGGER_CALLS: Final = (
-    "log_metrics",
-    "save",
-    "after_save_checkpoint",
-    "log_image",
-    "log_text",
-    "log_table",
-    "log_audio",
-    "log_video",
+    *("log_metrics", "save", "after_save_checkpoint"),
+    *("log_image", "log_text", "log_table", "log_audio", "log_video"),
 )
 
 
@@ -45,30 +38,20 @@ class Observers(StepObserver):
     ) -> None:
         """Call a function at a ``StepObserver`` event; where it fails, ``refused`` is called and it is not again."""
 
-        def fail(error: Exception) -> None:
-            log.debug("a measurement failed", exc_info=True)
-            setattr(self, event, lambda *arguments: None)
-            if refused is not None:
-                refused(error)
-            else:
-                self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
-
-        def safely() -> None:
+        def safely(*arguments: Any) -> None:
             try:
-                function()
+                function(*arguments)
             except Exception as error:
-                fail(error)
+                log.debug("a measurement failed", exc_info=True)
+                setattr(self, event, lambda *arguments: None)
+                if refused is not None:
+                    refused(error)
+                else:
+                    self.problems.append(f"Measuring at {event} stopped: {type(error).__name__}: {error}.")
 
-        def safely_with(value: Any) -> None:
-            try:
-                function(value)
-            except Exception as error:
-                fail(error)
-
-        setattr(self, event, safely_with if event == "fetch_ends" else safely)
+        setattr(self, event, safely)
 
     def disconnect(self, events: tuple[str, ...]) -> None:
-        """Drop all observers of these events."""
         for event in events:
             vars(self).pop(event, None)
 
@@ -89,7 +72,7 @@ class Instrumentation:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         return Timeline(
             checkpoint_callbacks=[each.state_key for each in callbacks if lightning.is_checkpoint(each)],
-            transfer_callbacks=[each.state_key for each in callbacks if isinstance(each, CopiesAhead)],
+            transfer_callbacks=[each.state_key for each in callbacks if hasattr(each, "copies_ahead")],
             callback_names={each.state_key: _public_name(each) for each in callbacks},
             observer=self.observers,
             silent=self._does_nothing,
@@ -98,7 +81,6 @@ class Instrumentation:
         )
 
     def place(self, timeline: Timeline) -> None:
-        """Install the profiler and the replaced methods."""
         trainer = self._trainer
         self._shadow(trainer, "profiler", TimelineProfiler(timeline, lightning.profiler(trainer)))
         validation = lightning.validation_loop(trainer)
@@ -122,10 +104,7 @@ class Instrumentation:
                     self._shadow(each, name, timeline.timed(function, "logging"))
 
     def look_at_batches(self, around: Callable[[Callable[..., Any]], Any]) -> Callable[[], None]:
-        """Have each batch looked at before it is copied to the device; returns what ends that, before the fit does.
-
-        ``around`` makes what is put in place of the precision plugin's ``convert_input``.
-        """
+        """Put ``around(convert_input)``, which sees each batch before its copy, in place of that; returns the undo."""
         plugin: Any = self._trainer.strategy.precision_plugin
         return self._shadow(plugin, "convert_input", around(plugin.convert_input))
 
@@ -167,10 +146,7 @@ def _public_name(callback: Callback) -> str:
 
 
 def forward_is_a_ranks_own(trainer: Trainer, pl_module: LightningModule) -> bool:
-    """Whether the forward's GPU time is a rank's own: no collective lies in it.
-
-    DDP's broadcast of buffers, ``SyncBatchNorm``, sharded strategies and manual optimization put one there.
-    """
+    """Whether no collective lies in the forward: buffers, ``SyncBatchNorm``, sharding, manual steps put one there."""
     if is_sharded(trainer.strategy) or not pl_module.automatic_optimization:
         return False
     options = getattr(trainer.strategy, "_ddp_kwargs", {})

@@ -102,7 +102,6 @@ class KernelProfiling:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the report: what a look cost, and what could not be looked at."""
         things = ["idle time inside the steps, which NVML's figures suggest"] if self.missed else []
         if self._several_ranks and self._profile != "on":
             things.append("exposed communication")
@@ -325,7 +324,6 @@ class KernelProfiling:
 
 
 def _step_s(gpu: GpuTimes) -> float | None:
-    """Mean seconds of a step on the GPU."""
     if not gpu.steps:
         return None
     idle_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name))

@@ -40,8 +40,6 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _Watched:
-    """A training loader, and what is known of it."""
-
     seen: SeenLoader
     number: int  # in the order in which loaders were seen
     clock: WorkerClock | None = None  # in its workers; None where nothing can be timed there
@@ -108,11 +106,7 @@ class _TimedIterator:
 
 
 class LoaderWatch(Probe):
-    """Wraps each training loader's ``collate_fn`` as it passes, and looks at its queues and workers.
-
-    Made in ``setup``, before the Trainer has asked for its loaders. ``threads`` are identifiers of the threads that
-    loaders of other kinds have in this process.
-    """
+    """Wraps each training loader's ``collate_fn`` as it passes, from ``setup`` on; looks at its queues and workers."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -127,7 +121,7 @@ class LoaderWatch(Probe):
         self.queues = QueueProbe()
         self._downloads = DownloadWatch()
         self.facts = LoaderFacts()
-        self.threads: tuple[int, ...] = ()
+        self.threads: tuple[int, ...] = ()  # identifiers of those that loaders of other kinds have in this process
         self._registry = LoaderRegistry.of(trainer)
         self._undo.append(self._registry.subscribe(self, trainer))
 
@@ -149,7 +143,6 @@ class LoaderWatch(Probe):
         return {"loader": self.facts, "host": self._host.activity()}
 
     def start(self) -> None:
-        """Begin to read the host; called when training starts."""
         self._host.start()
         self._undo.append(self._host.stop)
 
@@ -224,11 +217,9 @@ class LoaderWatch(Probe):
         return False
 
     def process(self) -> ProcessReading:
-        """The last reading of this process: memory, files, threads."""
         return self._host.process
 
     def readings(self) -> dict[int, LoaderReading]:
-        """What each training loader is, and did since it was first seen."""
         several = len(self._watched) > 1
         return {each.number: each.reading(several=several) for each in self._watched}
 
@@ -259,14 +250,12 @@ class LoaderWatch(Probe):
         return next((clock.stacks for clock in clocks if clock is not None), None)
 
     def _pipelines(self) -> dict[int, Pipelines]:
-        """What each loader that decodes in a pipeline of its own has done so far, by the order in which it was seen."""
         readings = ((each.number, pipeline_of(each.seen.loader)) for each in self._watched)
         return {number: reading for number, reading in readings if reading is not None}
 
     @property
     @override
     def notes(self) -> list[str]:
-        """What could not be measured, and workers that have nothing to do."""
         notes = [note for each in self._current for note in each.loader.notes] + self._downloads.notes()
         if self._unwatched:
             notes.append(
@@ -297,7 +286,6 @@ class LoaderWatch(Probe):
         self.threads = ()
 
     def loader_seen(self, seen: SeenLoader) -> None:
-        """Watch a loader; the registry calls it."""
         self._seen += 1
         watched = _Watched(seen, self._seen)
         if not seen.is_training:

@@ -31,11 +31,7 @@ _NO_TABLE: Final = (
 
 
 class Looks(Probe):
-    """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile.
-
-    ``kernels`` is None on other devices than CUDA, ``stacks`` on ranks that do not report; ``threshold`` is of idle
-    time, 0-1.
-    """
+    """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile."""
 
     def __init__(
         self,
@@ -47,8 +43,8 @@ class Looks(Probe):
         device: DeviceWatch | None,
         stacks: StackSampling | None,
     ) -> None:
-        self.kernels: KernelProfiling | None = None
-        self.stacks = stacks
+        self.kernels: KernelProfiling | None = None  # on CUDA only
+        self.stacks = stacks  # None on ranks that do not report
         self._trace = TraceRecording(lambda steps: self.kernels is None or self.kernels.leaves_time_for(steps))
         self._found: Sequence[Finding] = ()
         self._due_at = -sys.maxsize
@@ -66,14 +62,9 @@ class Looks(Probe):
                 rank=trainer.global_rank,
                 several_ranks=trainer.world_size > 1,
                 rhythm=lambda: int(trainer.accumulate_grad_batches),
-                is_taken=lambda: self.profiler_is_taken,
+                is_taken=lambda: self._trace.is_recording,
                 modules=modules,
             )
-
-    @property
-    def profiler_is_taken(self) -> bool:
-        """Whether torch.profiler records a trace, for which a look at the kernels waits."""
-        return self._trace.is_recording
 
     @override
     def known(self) -> dict[str, Any]:
@@ -89,7 +80,6 @@ class Looks(Probe):
 
     @property
     def sampled(self) -> tuple[Sampled, ...]:
-        """The stacks that were sampled for the findings."""
         return self.stacks.sampled() if self.stacks is not None else ()
 
     def record_trace(self, path: Path) -> None:
@@ -100,10 +90,7 @@ class Looks(Probe):
     def step_done(
         self, steps: int, gpu: Callable[[], GpuTimes] | None, findings: Callable[[], list[Finding] | None]
     ) -> None:
-        """A step has ended; ``steps`` since warm-up are the same on every rank.
-
-        What ``gpu`` and ``findings`` give is None while a warm-up goes on.
-        """
+        """A step has ended, ``steps`` after warm-up on every rank; in it, ``gpu`` is None and ``findings`` gives it."""
         if steps < self._due_at:
             return
         self._due_at = -sys.maxsize  # what is found below may have more to do with the next step
@@ -139,7 +126,6 @@ class Looks(Probe):
                 self._sample()
 
     def finish(self) -> None:
-        """Training has ended: read what there is, and begin nothing."""
         for each in (self.kernels, self.stacks):
             if each is not None:
                 each.finish()

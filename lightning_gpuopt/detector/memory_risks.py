@@ -47,7 +47,6 @@ class MemoryRisks:
         self._began_s = self._due_s = clock()
 
     def look(self) -> None:
-        """Look, where the last time is long enough ago."""
         if self._clock() < self._due_s:
             return
         now_s = self._clock()

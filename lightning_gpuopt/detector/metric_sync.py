@@ -35,13 +35,13 @@ class TimedReduce(Replacement):
 
     @property
     def times(self) -> MetricSync:
-        """What it took so far."""
         return MetricSync(self._calls, self._ns / 1e9)
 
     @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        timeline = self._timeline
-        if timeline.thread != threading.get_ident() or not _in_step(timeline.activity or ""):
+        activity = self._timeline.activity or ""
+        in_step = activity in _IN_STEP or activity.rpartition(".")[2] in STEP_HOOKS
+        if self._timeline.thread != threading.get_ident() or not in_step:
             return self._original(*args, **kwargs)  # of an epoch, a validation, or a decision to stop
         begun_ns = time.perf_counter_ns()
         try:
@@ -55,7 +55,3 @@ class TimedReduce(Replacement):
 
     def __hash__(self) -> int:
         return hash(self._original)
-
-
-def _in_step(activity: str) -> bool:
-    return activity in _IN_STEP or activity.rpartition(".")[2] in STEP_HOOKS

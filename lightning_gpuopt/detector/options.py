@@ -13,8 +13,6 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 
 @dataclass(frozen=True)
 class DetectorOptions:
-    """What the user asked of the detector that concerns the measuring."""
-
     threshold: float  # share of wall time, 0-1
     window_size: int  # training batches
     warmup_steps: int  # training batches that are left out of findings

@@ -26,17 +26,14 @@ _FEW: Final = 4  # entries of a batch that are looked at
 
 
 class PaddingWatch:
-    """Inspects batches 1, 2, 4, 8 ... as the loader gives them; where the first five have no padding, no others.
-
-    ``batches`` are those seen that carry a mask or lengths; ``end`` is called when no more are of interest.
-    """
+    """Inspects batches 1, 2, 4, 8 ... as the loader gives them; where the first five have no padding, no others."""
 
     def __init__(self, is_training: Callable[[], bool]) -> None:
         self._is_training = is_training
         self._batches = 0
         self._next_look = 1
-        self.end: Callable[[], None] = lambda: None
-        self.batches: list[PaddedBatch] = []
+        self.end: Callable[[], None] = lambda: None  # called when no more are of interest
+        self.batches: list[PaddedBatch] = []  # seen with a mask or lengths
 
     def around(self, convert_input: Callable[..., Any]) -> Replacement:
         """In front of the precision plugin's ``convert_input``, through which the Trainer passes each batch."""
@@ -48,10 +45,7 @@ class PaddingWatch:
         return Replacement(convert_input, look)
 
     def see_batch(self, batch: Any) -> None:
-        """A batch is about to be copied; costs some 20 µs where it is looked at, else about 0.2 µs.
-
-        Tensors that are on a device already are left out.
-        """
+        """A batch is about to be copied; to look at it costs some 20 µs, else 0.2 µs. On a device it is left out."""
         try:
             if not self._is_training():
                 return
@@ -140,7 +134,6 @@ def _by_lengths(fields: Mapping[str, Any]) -> PaddedBatch | None:
 
 
 def _by_numbers(fields: Mapping[str, Any]) -> PaddedBatch | None:
-    """By whole numbers, one a row, behind which the rows of another tensor are constant."""
     padded = [_by_constant_behind(fields, each) for each in fields.values() if _on_host(each, 1) and _is_whole(each)]
     return next((each for each in padded if each is not None), None)
 
@@ -166,7 +159,6 @@ def _by_constant_behind(fields: Mapping[str, Any], lengths: torch.Tensor) -> Pad
 
 
 def _by_constant(fields: Mapping[str, Any]) -> PaddedBatch | None:
-    """By a constant in which most rows of whole numbers end, or begin, and which they have nowhere else."""
     for value in fields.values():
         if not _on_host(value, 2) or not _is_whole(value) or value.shape[0] < 2 or value.shape[1] < _PROVE:
             continue

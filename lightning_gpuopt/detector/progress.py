@@ -34,18 +34,14 @@ _STATES: Final = {
 
 
 class ProgressWatch:
-    """Passes on to the recorder what begins and is finished, and notices when nothing is for ``timeout_s`` seconds.
-
-    ``write`` is called, on a thread of its own, when such a hang begins, with the seconds since the last progress.
-    Nothing is ever ended.
-    """
+    """Passes on to the recorder what begins and ends; ``write`` is called on another thread once a hang begins."""
 
     def __init__(
         self,
         trainer: Trainer,
         recorder: FlightRecorder | None = None,
         timeout_s: float | None = None,
-        write: Callable[[float], None] = lambda quiet_s: None,
+        write: Callable[[float], None] = lambda quiet_s: None,  # gets seconds since the last progress; ends nothing
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorder = recorder
@@ -70,7 +66,6 @@ class ProgressWatch:
             self._thread.start()
 
     def step_done(self) -> None:
-        """A training batch was finished."""
         if self._recorder is not None:
             self._recorder.step_done()
         self._last_s = self._clock()
@@ -88,7 +83,6 @@ class ProgressWatch:
         self._last_s = self._clock()
 
     def _save(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Save a checkpoint."""
         try:
             with self._recorder.saving() if self._recorder is not None else nullcontext():
                 self._last_s = self._clock()
@@ -97,7 +91,6 @@ class ProgressWatch:
             self._last_s = self._clock()
 
     def close(self) -> None:
-        """Leave the Trainer as it was, and end the thread."""
         self._undo()
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():

@@ -21,10 +21,7 @@ SHARDED: Final = ("FSDP", "DeepSpeed", "ModelParallel")  # strategies whose forw
 
 
 class RankWatch(Probe):
-    """Watches the collectives of one rank; made in ``on_train_start``, when the strategy has wrapped the model.
-
-    Torch is asked once after each step. ``device`` knows what links this machine's GPUs.
-    """
+    """Watches the collectives of one rank; made in ``on_train_start``, when the strategy has wrapped the model."""
 
     def __init__(
         self,
@@ -79,13 +76,11 @@ class RankWatch(Probe):
 
 
 def is_sharded(strategy: object) -> bool:
-    """Whether a strategy gathers parameters in the forward."""
     kinds = " ".join(cls.__name__ for cls in type(strategy).__mro__)
     return any(name in kinds for name in SHARDED)
 
 
 def gradients_of(pl_module: LightningModule, *, accumulated: int) -> GradientSync:
-    """What the parameters show of their gradients: bytes and types."""
     trained = [
         each for each in pl_module.parameters() if each.requires_grad and not isinstance(each, UninitializedParameter)
     ]

@@ -55,10 +55,7 @@ def report_of(
     padded: Sequence[PaddedBatch] = (),
     **known: Any,
 ) -> StallReport:
-    """Put a report together: ``times`` are of the whole run, ``measured`` since the last change.
-
-    ``known`` are fields of the report that are known already; ``run_settings`` are None on other devices than CUDA.
-    """
+    """Put a report of fields ``known`` together: ``times`` are of the whole run, ``measured`` since the last change."""
     waterfall, kernels = measured.waterfall, measured.kernels
     steady = waterfall.steps > 0
     if steady:
@@ -158,7 +155,6 @@ def data_in_hyperparameters(*owners: object) -> tuple[str, ...]:
 
 
 def environment_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, str]:
-    """Machine, versions, and what makes two runs comparable: model, kind of step, ranks."""
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     gradient_bytes = None if is_sharded(trainer.strategy) else gradients_of(pl_module, accumulated=1).bytes
@@ -201,11 +197,9 @@ def owners_of(trainer: Trainer, pl_module: LightningModule) -> dict[str, object]
     """Objects whose attributes may grow, by display name: the module, callbacks, loggers and datasets."""
     callbacks: list[object] = list(trainer.callbacks)  # type: ignore[attr-defined]
     others = [*callbacks, *trainer.loggers, *lightning.train_datasets(trainer)]
-    return {type(pl_module).__name__: pl_module} | {type(each).__name__: each for each in others if _is_the_users(each)}
-
-
-def _is_the_users(owner: object) -> bool:
-    return owner is not None and not type(owner).__module__.startswith(__name__.partition(".")[0])
+    ours = __name__.partition(".")[0]
+    users = [each for each in others if each is not None and not type(each).__module__.startswith(ours)]
+    return {type(pl_module).__name__: pl_module} | {type(each).__name__: each for each in users}
 
 
 def _batch_size(loader: Any) -> int | None:

@@ -17,7 +17,6 @@ from lightning_gpuopt.utils.whole_file import write_whole
 
 
 def is_remote(folder: str) -> bool:
-    """Whether a folder is a URL, such as ``s3://bucket/run``."""
     return "://" in folder
 
 

@@ -25,10 +25,7 @@ _FIRST_COMPARED_S: float = 2.0
 
 
 class RiskWatch:
-    """Keeps the risks of a fit, each as it was seen last; methods may be called on any thread.
-
-    ``found`` is called once for each kind of risk, on the thread that has found it.
-    """
+    """Keeps the risks of a fit, on any thread; ``found`` is called once for each kind, on the thread that found it."""
 
     def __init__(
         self,
@@ -48,16 +45,11 @@ class RiskWatch:
 
     @property
     def risks(self) -> list[Risk]:
-        """All that were found, in the order in which they were."""
         with self._lock:
             return list(self._risks.values())
 
     def look(self, observed: RiskInputs) -> list[Risk]:
-        """Look for risks; returns those of new kinds.
-
-        Takes a few ms, but once some 50 ms, when the workers' memory has grown. ``copied`` of ``observed`` is filled in
-        here.
-        """
+        """Look for risks; returns those of new kinds. Takes a few ms; 50 ms once, when workers' memory has grown."""
         if observed.copied is None and observed.forked and _have_grown(observed):
             observed = replace(observed, copied=self._object())
         return self._add(risks_of(observed))

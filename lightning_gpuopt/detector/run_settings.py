@@ -54,7 +54,6 @@ class RunSettingsWatch:
         self._resting_bytes = _known(lambda: int(torch.cuda.memory_allocated(self._trainer.strategy.root_device)))
 
     def see_loss(self, loss: Any) -> None:
-        """A backward pass is about to begin, with this loss."""
         if not self._losses_left:
             return
         self._losses_left -= 1
@@ -64,7 +63,6 @@ class RunSettingsWatch:
             log.debug("a loss could not be looked at", exc_info=True)
 
     def hints(self, measured: Measurement, findings: list[Finding]) -> list[Hint]:
-        """What this run could gain from; ``measured`` is since the last change."""
         waterfall = measured.waterfall
         if not waterfall.on_gpu or not waterfall.steps:
             return []
@@ -79,12 +77,13 @@ class RunSettingsWatch:
         space = _known(lambda: torch.cuda.mem_get_info(device))
         total = space[0] + reserved if space is not None and reserved is not None else None
         sizes = [getattr(loader, "batch_size", None) for loader in train_loaders(self._trainer)]
+        floating = [each for each in self._module.parameters() if each.is_floating_point()]
         return RunSettings(
             work_share=1.0 - waterfall.share(waterfall.idle_s),
             causes=[finding.cause for finding in findings],
             capability=_known(lambda: torch.cuda.get_device_capability(device)),
             precision=str(self._trainer.precision),
-            float32_weights=_in_float32(self._module),
+            float32_weights=all(each.dtype == torch.float32 for each in floating),
             reduced=self._reduced,
             products=self._products,
             convolutions=self._convolutions,
@@ -122,7 +121,6 @@ class RunSettingsWatch:
 
 
 def _nodes_of(loss: Any) -> Iterator[Any]:
-    """The nodes of a loss's graph, the first thousands."""
     waiting = [loss.grad_fn] if isinstance(loss, torch.Tensor) and loss.grad_fn is not None else []
     met = set(waiting)
     while waiting and len(met) < _MAX_NODES:
@@ -145,12 +143,7 @@ def _shapes_in(batch: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[int, ...]]
             yield from _shapes_in(value, depth - 1)
 
 
-def _in_float32(module: nn.Module) -> bool:
-    return all(each.dtype == torch.float32 for each in module.parameters() if each.is_floating_point())
-
-
 def _data_parallel(module: nn.Module) -> tuple[str, int] | None:
-    """The module within ``nn.DataParallel``, and on how many GPUs it is."""
     for each in module.modules():
         if isinstance(each, nn.DataParallel) and len(each.device_ids) > 1:
             return type(each.module).__name__, len(each.device_ids)

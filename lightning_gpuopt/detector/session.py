@@ -42,7 +42,6 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding, Proof, Risk
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.waterfall import Waterfall
-from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.phases import PhaseTimes
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.timeline.gpu_clock import GPU_EVENTS
@@ -61,11 +60,7 @@ _MAX_WAIT_S: Final = 1.0
 
 
 class DetectorSession:
-    """Measures one ``fit``, from ``setup`` to its end.
-
-    ``listeners`` is the detector's own list, and may change meanwhile. To know what each window measured
-    (``measures_windows``) takes half of a window's end. ``risks`` is there from :meth:`start` on.
-    """
+    """Measures one ``fit``, from ``setup`` to its end; ``risks`` is there from :meth:`start` on."""
 
     def __init__(
         self,
@@ -79,7 +74,7 @@ class DetectorSession:
         self._pl_module = pl_module
         self._options = options
         self._instruments = Instrumentation(trainer, pl_module)
-        self._notes: list[str] = []
+        self.notes: list[str] = []
         self._windows = Windows(options.window_size, options.warmup_steps)
         self._accumulator: SteadyStateAccumulator | None = None
         self._proofs: list[Proof] = []
@@ -90,12 +85,12 @@ class DetectorSession:
         self.progress = ProgressWatch(trainer)
         self._epoch_seen = 0
         self._changed_after: int | None = None
-        self._listeners = listeners
+        self._listeners = listeners  # the detector's own list, which may change meanwhile
         self._heard: list[WindowListener] = []
         self._warmed_up = options.warmup_steps == 0
         self._logged = False
         self.started = False
-        self.measures_windows = self.sees_batches = True
+        self.measures_windows = self.sees_batches = True  # to know what each window measured takes half of its end
         self._probes: list[Probe] = []
         self.loader = self._with(LoaderWatch(trainer))
         self._device: DeviceWatch | None = None
@@ -133,7 +128,7 @@ class DetectorSession:
             self._exchange = self._with(RankExchange(trainer.global_rank, trainer.world_size))
         if on_cuda:
             self._watch_gpu()
-        self._looks = self._with(
+        self.looks = self._with(
             Looks(
                 trainer,
                 self._pl_module,
@@ -167,20 +162,17 @@ class DetectorSession:
         self.risks.epoch_begins(self._trainer)
 
     def _new_accumulator(self) -> SteadyStateAccumulator:
-        """Begin a new accumulation, after the warm-up or a change of the loader."""
         history = WindowHistory(self._device.device if self._device is not None else None, self.loader.process)
         owners = owners_of(self._trainer, self._pl_module)
         return SteadyStateAccumulator(self._probes, history, self.timeline.steps, owners, self._known)
 
     def see_batch(self, batch: Any) -> None:
-        """Look at the first batch's images, and whether they come from files, and at the shapes of a few batches."""
         if self._run_settings is not None:
             self._run_settings.see_batch(batch)
         self._images.see_batch(batch)
         self.sees_batches = self._run_settings is not None
 
     def see_loss(self, loss: Any) -> None:
-        """Look at the graphs of a few losses, on CUDA: in which precision a step computes."""
         if self._run_settings is not None:
             self._run_settings.see_loss(loss)
 
@@ -205,24 +197,14 @@ class DetectorSession:
         self.progress = ProgressWatch(self._trainer, self._recorder, self._options.hang_timeout, write)
         self._instruments.undo.callback(self.progress.close)
 
-    def note(self, text: str) -> None:
-        """Have the report say something."""
-        self._notes.append(text)
-
     def at_end(self, undo: Callable[[], None]) -> None:
-        """Have something undone with the rest, when the fit ends."""
         self._instruments.undo.callback(undo)
 
-    def record_trace(self, path: Path) -> None:
-        """Record the next five steps, as soon as torch.profiler is not at work for a look; once."""
-        self._looks.record_trace(path)
-
     def stop(self) -> None:
-        """Freeze the figures, and collect those of the other ranks."""
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up()
-        self._looks.finish()
+        self.looks.finish()
         if self._exchange is not None:
             self._post(self._measured())
             self._exchange.close(3.0)
@@ -253,13 +235,8 @@ class DetectorSession:
         if self._device is not None:
             self._device.read_events()
             gpu = self._device.gpu if self._accumulator is not None else None
-        self._looks.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
+        self.looks.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
         return self._windows.due(timeline.steps)
-
-    @property
-    def sampled(self) -> tuple[Sampled, ...]:
-        """The stacks that were sampled for the findings."""
-        return self._looks.sampled
 
     def _findings_now(self) -> list[Finding] | None:
         return self._diagnose(self._measured()) if self._accumulator is not None else None
@@ -284,7 +261,6 @@ class DetectorSession:
         return times.phases["epoch_setup"], times.epochs
 
     def notify(self, window: Measurement, findings: list[Finding]) -> None:
-        """Call the listeners with what was found since warm-up."""
         of_training = [each for each in findings if each.evidence.get("loader") != "validation"]
         for each in self._hear():
             if each.window_closed(window, of_training, self.loader.facts, self.set_ups):
@@ -317,10 +293,7 @@ class DetectorSession:
             self._pending = None
 
     def close_window(self) -> tuple[Measurement | None, list[Finding]] | None:
-        """End a window: what it measured, and the causes since warm-up; None when warm-up ended instead.
-
-        The measurement is None where ``measures_windows`` is False, and nothing here needs it.
-        """
+        """End a window: what it measured (None: nobody needs it), and the causes; None when warm-up ended instead."""
         self._pauses.look_for_compiler()
         times = self.timeline.times()
         window = self._windows.close(times)
@@ -341,7 +314,7 @@ class DetectorSession:
             self._post(part.measure(steady))
         in_window = part.window(window.times) if self.measures_windows or self._device is not None else None
         if in_window is not None and self._device is not None:
-            self._looks.window_done(self._device.gpu(), in_window.waterfall.step_s)
+            self.looks.window_done(self._device.gpu(), in_window.waterfall.step_s)
         if steady.wall_s >= part.diagnose_after_s:
             began_s = time.perf_counter()
             if in_window is None:
@@ -352,18 +325,16 @@ class DetectorSession:
         return in_window, part.findings
 
     def _find(self, part: SteadyStateAccumulator, steady: PhaseTimes) -> None:
-        """Diagnose the run since its last change."""
         part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
             part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
-        self._looks.found(part.findings)
+        self.looks.found(part.findings)
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
-        return replace(measured, sampled=self._looks.sampled)
+        return replace(measured, sampled=self.looks.sampled)
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement:
-        """What was measured since the last change; nothing while warm-up goes on."""
         steady = self._windows.steady(times or self.timeline.times())
         if steady is None or self._accumulator is None:
             return Measurement()
@@ -389,9 +360,9 @@ class DetectorSession:
             measured = replace(measured, images=self._images.samples)
             findings = self._diagnose(measured)
         heard = [note for each in self._heard for note in each.notes]
-        notes = self._notes + heard + self._instruments.notes + self._instruments.observers.problems
+        notes = self.notes + heard + self._instruments.notes + self._instruments.observers.problems
         notes += [note for each in self._probes for note in each.notes]
-        notes += self._looks.notes_on(findings if self._accumulator is not None else None)
+        notes += self.looks.notes_on(findings if self._accumulator is not None else None)
         return report_of(
             times,
             measured,
@@ -413,13 +384,11 @@ class DetectorSession:
         )
 
     def _post(self, measurement: Measurement) -> None:
-        """Send this rank's work since warm-up on its way to rank 0."""
         if self._exchange is not None:
             work = work_of(self._trainer.global_rank, measurement, forward=self._own_forward)
             self._exchange.send(self.timeline.steps, work)
 
     def log_window(self, trainer: Trainer, measured: Measurement) -> None:
-        """Send a window's figures to every logger."""
         times, step_s = measured.times, measured.waterfall.step_s or measured.times.step_s
         if step_s is None or not trainer.loggers:
             return
@@ -439,5 +408,4 @@ class DetectorSession:
             self.log_window(trainer, measured)
 
     def write_hang(self, folder: Path, quiet_s: float) -> Path:
-        """Write the state of this process and its workers; returns the file."""
         return write_hang(folder, self._trainer.global_rank, quiet_s, self.loader.describe_workers(), self._recorder)

@@ -60,7 +60,6 @@ class StackSampling:
         return steps in _EARLY and not self._over
 
     def found(self, findings: Sequence[Finding]) -> None:
-        """Begin to sample for the findings without samples so far."""
         if self._over:
             return
         self._collect()
@@ -78,10 +77,7 @@ class StackSampling:
             self._look_there(there[0])
 
     def _waits_for_answer(self, there: Sequence[Finding]) -> bool:
-        """Whether an answer is worth waiting for: the finding still stands, and the worker may make batches.
-
-        Epochs may be long: a question about them waits until there is another one.
-        """
+        """Whether an answer may still come, and the finding stands; one about epochs waits for another epoch."""
         if self._asked_for not in [finding_name(each) for each in there]:
             return False
         if self._of_epochs:
@@ -97,7 +93,6 @@ class StackSampling:
             self._end_there()
 
     def finish(self) -> None:
-        """End all sampling with the run."""
         self._over = True
         if self._sampler is not None:
             self._sampler.stop()
@@ -105,12 +100,10 @@ class StackSampling:
         self._end_there()
 
     def sampled(self) -> tuple[Sampled, ...]:
-        """The sampled stacks so far."""
         self._collect()
         return tuple(self._seen.values())
 
     def notes(self, findings: Sequence[Finding]) -> list[str]:
-        """What could not be seen of these findings."""
         notes = []
         if self._seen and getattr(sys, "frozen", False):
             notes.append("This is a frozen application: its own files cannot be told from those of libraries.")

@@ -28,12 +28,10 @@ class TraceRecording:
 
     @property
     def is_recording(self) -> bool:
-        """Whether torch.profiler records now."""
         return self._profiler is not None
 
     @property
     def wants_steps(self) -> bool:
-        """Whether it was asked to record, and has not recorded all."""
         return self._path is not None and bool(self._left)
 
     def ask(self, path: Path) -> None:
@@ -68,7 +66,6 @@ class TraceRecording:
         self._profiler = profiler
 
     def _write(self) -> None:
-        """Stop recording, and write what there is."""
         profiler, self._profiler, self._left = self._profiler, None, 0
         if profiler is not None and self._path is not None:
             profiler.stop()
@@ -76,7 +73,6 @@ class TraceRecording:
             profiler.export_chrome_trace(str(self._path))
 
     def end(self) -> None:
-        """Write what there is."""
         try:
             self._write()
         except Exception:

@@ -28,10 +28,7 @@ _GPU_MEMORY: Final = (
 
 
 class WindowHistory:
-    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs.
-
-    ``device`` is a CUDA device, or None; ``process`` is read with each record.
-    """
+    """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs."""
 
     def __init__(self, device: torch.device | None, process: Callable[[], ProcessReading]) -> None:
         self._device = device
@@ -45,7 +42,6 @@ class WindowHistory:
         return tuple(self._records.items)
 
     def add(self, window: Measurement, end_step: int) -> None:
-        """Add a window that ends after ``end_step`` steps of the run."""
         waterfall = window.waterfall
         if waterfall.step_s is None or not waterfall.steps:
             return

@@ -12,8 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
 from lightning_gpuopt.compat.dataloader import running_workers
-from lightning_gpuopt.loaders.inner import dataloader_in
-from lightning_gpuopt.loaders.kinds import keeps_state, kind_of
+from lightning_gpuopt.loaders.kinds import dataloader_in, keeps_state, kind_of
 from lightning_gpuopt.measurements.libraries import LibraryFacts, library_of
 from lightning_gpuopt.measurements.loader_description import LoaderDescription, Work
 
@@ -27,11 +26,7 @@ Facts = dict[str, Any]
 
 
 def describe(loader: Any, iterator: Any = None, *, key: str = "") -> LoaderDescription:
-    """What a loader is; ``key`` names it in a CombinedLoader, and is empty where it is the only one.
-
-    The workers of ``iterator``, which runs over it or over the DataLoader inside it, count, where the loader is to have
-    others from its next iterator on.
-    """
+    """What a loader is, at ``key`` of a CombinedLoader; workers of an ``iterator`` that runs count before settings."""
     kind, inner = kind_of(loader), dataloader_in(loader)
     found: Facts = {"kind": kind, "name": type(loader).__name__, "key": key, "keeps_state": keeps_state(loader)}
     notes: list[str] = []
@@ -180,10 +175,7 @@ _DATASETS: Final[dict[str, Callable[[Any], Facts]]] = {
 
 
 def _duplicates(loader: DataLoader[Any]) -> bool:
-    """Whether workers of this loader would bring the same samples.
-
-    A dataset that asks which worker it runs in, or a ``worker_init_fn``, is taken to divide its samples.
-    """
+    """Whether workers bring the same samples; a ``worker_init_fn``, or asking for the worker, is taken to divide."""
     dataset, library = loader.dataset, library_of(loader.dataset)
     if loader.worker_init_fn is not None or (library is not None and library.divides):
         return False

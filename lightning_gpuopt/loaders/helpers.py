@@ -17,10 +17,7 @@ _LARGE: Final = ("torch", "numpy", "pyarrow", "pandas", "lightning", "pytorch_li
 
 
 def helpers_of(*roots: Any) -> tuple[list[threading.Thread], list[Any]]:
-    """The living threads, and processes of ``multiprocessing``, that a loader and its iterator hold on to.
-
-    What a suspended generator has in its variables is held, too. No attribute is asked for, so nothing runs.
-    """
+    """The living threads and processes that a loader and its iterator hold on to; no attribute is asked for."""
     threads: dict[int, threading.Thread] = {}
     processes: dict[int, Any] = {}
     seen = {id(root) for root in roots}
@@ -49,8 +46,5 @@ def _held(value: Any) -> list[Any]:
         return list(value.__closure__ or ())
     if isinstance(value, (list, tuple, dict, set, frozenset, deque)) and len(value) > _MAX_ITEMS:
         return []
-    return [each for each in gc.get_referents(value) if not isinstance(each, _LEAVES) and not _is_large(each)]
-
-
-def _is_large(value: Any) -> bool:
-    return str(getattr(type(value), "__module__", "")).partition(".")[0] in _LARGE
+    held = [each for each in gc.get_referents(value) if not isinstance(each, _LEAVES)]
+    return [each for each in held if str(getattr(type(each), "__module__", "")).partition(".")[0] not in _LARGE]

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.compat.dataloader import iterator_maker
 from lightning_gpuopt.compat.lightning import Trainer, shadow, train_loaders
 from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
-from lightning_gpuopt.loaders.inner import dataloader_in
+from lightning_gpuopt.loaders.kinds import dataloader_in
 from lightning_gpuopt.utils.replacement import Replacement, identity
 from lightning_gpuopt.utils.weakly import weakly
 
@@ -98,7 +98,6 @@ class LoaderRegistry:
 
     @classmethod
     def of(cls, trainer: Trainer) -> LoaderRegistry:
-        """The registry of a Trainer; the same one for everybody."""
         registry = _registries.get(trainer)
         if registry is None:
             registry = _registries[trainer] = cls(trainer)

@@ -10,5 +10,4 @@ noted: Callable[[Sequence[Any]], Iterable[Any]] | None = None
 
 
 def each_of(keys: Sequence[Any]) -> Iterable[Any]:
-    """The keys of a batch, one after the other."""
     return keys if noted is None else noted(keys)

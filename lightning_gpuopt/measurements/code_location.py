@@ -24,14 +24,11 @@ class Call:
 
     @property
     def at(self) -> str:
-        """In a sentence: ``"GaussianBlur.forward (augment.py:48)"``."""
         return f"{self.name} ({short(self.file)}:{self.line})"
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """A stack that was seen."""
-
     calls: tuple[Call, ...]  # innermost first, without those of the training loop around them
     seconds: float  # each sample counts as long as it came after the one before
     samples: int = 1  # how often it was seen

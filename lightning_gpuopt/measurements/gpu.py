@@ -36,17 +36,14 @@ class GpuTimes(Summed):
 
     @property
     def idle_s(self) -> float:
-        """All of ``idle``, in seconds."""
         return sum(self.idle.values())
 
     @property
     def queued_s(self) -> float:
-        """All of ``queued``, in seconds."""
         return sum(self.queued.values())
 
     @property
     def seconds(self) -> float:
-        """All of the stretch, in seconds."""
         return self.compute_s + self.copy_s + self.queued_s + self.wait_s + self.validation_s + self.idle_s
 
 
@@ -110,5 +107,4 @@ class StepLook:
 
     @property
     def idle_s(self) -> float:
-        """Seconds of a mean step in which the GPU was idle, for whatever reason."""
         return self.launch_idle_s + self.sync_idle_s + self.copy_idle_s

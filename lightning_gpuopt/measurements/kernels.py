@@ -7,17 +7,8 @@ from typing import Final
 
 # kinds of work; ``"matmul"`` is without tensor cores
 KERNEL_KINDS: Final = (
-    "matmul_tensor_core",
-    "matmul",
-    "convolution",
-    "attention",
-    "normalization",
-    "elementwise",
-    "reduction",
-    "optimizer",
-    "copy",
-    "communication",
-    "other",
+    *("matmul_tensor_core", "matmul", "convolution", "attention", "normalization", "elementwise", "reduction"),
+    *("optimizer", "copy", "communication", "other"),
 )
 
 
@@ -43,8 +34,6 @@ class KernelShare:
 
 @dataclass(frozen=True, slots=True)
 class StepKernels:
-    """The work of a mean step."""
-
     seconds: float  # all kernels and copies, added up
     kinds: dict[str, float] = field(default_factory=dict)  # share of each kind, 0-1
     dearest: tuple[KernelShare, ...] = ()  # those that take most of the time, the first most

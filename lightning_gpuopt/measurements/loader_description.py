@@ -20,8 +20,6 @@ LoaderKind = Literal["torch", "stateful", "litdata", "mds", "webdataset", "nodes
 WITHOUT_SETTINGS: Final = ("nodes", "pipeline", "iterable")
 Work = Literal["processes", "threads", "training process"]
 
-# what this package can change for a loader; the last is CudaPrefetcher's
-SETTINGS: Final = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch")
 NOW: Final = "now"
 NEXT: Final = "with the next iterator"
 

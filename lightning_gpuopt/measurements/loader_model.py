@@ -65,10 +65,7 @@ class LoaderModel:
         return low, mid, high
 
     def pace(self, workers: int, prefetch_factor: int = 2, side: int = 1) -> float:
-        """Seconds per step at best (``side`` 0), as expected (1) or at worst (2).
-
-        With 0 workers the training process loads by itself.
-        """
+        """Seconds per step at best (``side`` 0), as expected (1) or at worst (2); 0 workers: without any."""
         sign = side - 1
         service_s, consumer_s = (1 + sign * self.spread) * self.service_s, (1 + sign * STEP_SPREAD) * self.consumer_s
         # fully used CPUs share caches, memory and often cores: twice the uncertainty
@@ -141,27 +138,16 @@ def _cpus(costs: LoaderCosts, cpus: float | None) -> Interval:
 
 
 def cpus_between(least: float, most: float) -> Interval:
-    """CPUs to count on: at worst other processes keep theirs, at best they leave all.
-
-    Expected is the worst case, but at least half of all: a scheduler gives CPUs to those who ask.
-    """
+    """CPUs to count on; expected is the worst case, but at least half of all: a scheduler gives to those who ask."""
     least = min(most, max(least, _MIN_CPUS))
     return least, max(least, most / 2), most
 
 
 @lru_cache(maxsize=16)  # findings of one diagnosis ask the same
 def _in_order(
-    shape: tuple[float, ...],
-    service_s: float,
-    receive_s: float,
-    consumer_s: float,
-    workers: int,
-    prefetch_factor: int,
+    shape: tuple[float, ...], service_s: float, receive_s: float, consumer_s: float, workers: int, prefetch_factor: int
 ) -> float:
-    """Seconds a step where batches are given out to the workers in turn, and each waits for its worker, and its turn.
-
-    As in torch's DataLoader ``prefetch_factor`` batches for each worker are under way at most.
-    """
+    """Seconds a step where workers get batches in turn, ``prefetch_factor`` each at most, and each waits its turn."""
     workers = min(workers, _BATCHES)  # others never get a batch
     received_s = [0.0] * min(workers * prefetch_factor, _BATCHES)  # of the batches before those that are asked for
     free_s, now_s, began_s = [0.0] * workers, 0.0, 0.0
@@ -204,7 +190,6 @@ def next_workers(model: LoaderModel, now: int, most: int) -> int:
 
 
 def most_workers(cpus: float) -> int:
-    """Most workers that are ever advised."""
     return max(1, int(min(_MAX_WORKERS, _MAX_WORKERS_PER_CPU * cpus)))
 
 
@@ -229,19 +214,12 @@ def receive_cost(batch_bytes: float) -> Interval:
 
 
 def taking(ready_s: Sequence[float]) -> float:
-    """Seconds that taking a batch costs the training process: the end of the quickest quarter of finished ones.
-
-    A batch in the queue may be another than the one whose turn it is.
-    """
+    """Seconds that taking a batch costs: the end of the quickest quarter, as one may lie ready that is not in turn."""
     return sorted(ready_s)[len(ready_s) // 4]
 
 
 def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers: int, now: int) -> int:
-    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``.
-
-    ``unevenness`` is the variance of a worker's time over the square of its mean, ``consumer_s`` the step without its
-    wait for data.
-    """
+    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``."""
     consumer_s = max(consumer_s, mean_s / workers, 1e-6)
     slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
     # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals. That is a

@@ -25,7 +25,6 @@ class QueueTimes(Summed):
 
     @property
     def mean_ready(self) -> float | None:
-        """Batches ready at the beginning of a fetch; None before the first."""
         return self.ready / self.fetches if self.fetches else None
 
 
@@ -45,17 +44,14 @@ class WorkerTimes(Summed):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which workers made batches."""
         return self.data_wall_s + self.collate_wall_s
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds for it."""
         return self.data_cpu_s + self.collate_cpu_s
 
     @property
     def batch_bytes(self) -> float | None:
-        """Mean bytes of a batch; None before one was counted."""
         return self.bytes / self.sized if self.sized else None
 
     @property
@@ -91,7 +87,6 @@ class Pipelines(Summed):
 
     @property
     def wait_s(self) -> float:
-        """Seconds for which the training process waited, for files and for decoded batches."""
         return self.times.wait_s + self.times.read_wait_s
 
     @override
@@ -99,7 +94,6 @@ class Pipelines(Summed):
         return replace(self, times=self.times - earlier.times)
 
     def with_others(self, others: Sequence[Pipelines]) -> Pipelines:
-        """These and others, taken together."""
         every = [self, *others]
         sizes = [each.batch_size for each in every if each.batch_size is not None]
         return Pipelines(
@@ -136,7 +130,6 @@ class LoaderReading(Summed):
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which a mean worker made batches."""
         return self.workers.busy_s / max(self.facts.num_workers or 1, 1)
 
     def waited_for(self, wait_s: float) -> LoaderReading:

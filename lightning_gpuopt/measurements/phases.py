@@ -8,17 +8,8 @@ from typing import Final
 from lightning_gpuopt.measurements.summed import Summed, added
 
 PHASES: Final = (
-    "data_wait",
-    "transfer",
-    "forward",
-    "backward",
-    "optimizer",
-    "callbacks",
-    "logging",
-    "validation",
-    "checkpoint",
-    "epoch_setup",
-    "other",
+    *("data_wait", "transfer", "forward", "backward", "optimizer"),
+    *("callbacks", "logging", "validation", "checkpoint", "epoch_setup", "other"),
 )
 
 BETWEEN_STEPS: Final = ("validation", "checkpoint", "epoch_setup")  # phases that are no part of a training step
@@ -33,14 +24,8 @@ GPU_WORK: Final = "gpu_work"  # the part of a window in which the GPU ran the st
 # hooks that are called in every training step; the others lie between steps
 STEP_HOOKS: Final = frozenset(
     {
-        "on_train_batch_start",
-        "on_train_batch_end",
-        "on_before_zero_grad",
-        "on_before_backward",
-        "on_after_backward",
-        "on_before_optimizer_step",
-        "on_before_batch_transfer",
-        "on_after_batch_transfer",
+        *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_optimizer_step"),
+        *("on_before_backward", "on_after_backward", "on_before_batch_transfer", "on_after_batch_transfer"),
     }
 )
 
@@ -80,7 +65,6 @@ class PhaseTimes(Summed):
 
     @property
     def step_hooks_s(self) -> float:
-        """Seconds in those hooks of callbacks and module that are called in every step."""
         return sum(seconds for name, seconds in self.callbacks.items() if name.rpartition(".")[2] in STEP_HOOKS)
 
 
@@ -98,7 +82,6 @@ class WindowRecord:
     host: dict[str, float] = field(default_factory=dict)  # seconds to issue forward, backward and optimizer, on a GPU
 
     def joined(self, later: WindowRecord) -> WindowRecord:
-        """This and the one that follows as one."""
         parts, host = added(self.parts, later.parts), added(self.host, later.host)
         return WindowRecord(
             self.steps + later.steps, later.end_step, self.seconds + later.seconds, parts, later.held, host

@@ -17,7 +17,6 @@ class ReducerTimes(Summed):
 
     @property
     def all_exposed_s(self) -> float | None:
-        """Seconds of all backward passes, as far as the timed ones tell; None before the first."""
         return self.exposed_s / self.sampled * self.backwards if self.sampled else None
 
 

@@ -25,8 +25,6 @@ class CopiedObject:
 
 @dataclass(frozen=True)
 class WorkerMemory:
-    """What is known of a worker's memory."""
-
     worker: int
     readings: tuple[MemoryReading, ...]  # oldest first, of one process; ``samples`` are those that it had read
     # a container of its own that explains its growth, for people: "Photos.cache (dict) grew from 0 to 12,000 entries

@@ -16,7 +16,6 @@ class Summed:
     __slots__ = ()
 
     def __add__(self, other: Self) -> Self:
-        """Both stretches together."""
         return self._with(other, 1)
 
     def __sub__(self, earlier: Self) -> Self:

@@ -150,7 +150,6 @@ def _is_trained(module: Any) -> bool:
 
 
 def is_data_module(kind: type) -> bool:
-    """Whether a class is a ``LightningDataModule``, of whichever of Lightning's packages."""
     return any(base.__name__ == "LightningDataModule" for base in kind.__mro__)
 
 
@@ -177,7 +176,6 @@ def module_of(kind: type) -> str:
 
 
 def is_in(module: str | None, packages: Sequence[str] | set[str]) -> bool:
-    """Whether a module is of one of these packages."""
     return isinstance(module, str) and module.partition(".")[0] in packages
 
 
@@ -204,7 +202,6 @@ def is_copyable(value: Any) -> bool:
 
 
 def dict_of(value: Any) -> dict[str, Any] | None:
-    """The ``__dict__`` of an object itself; None where it has none."""
     dictionary = facts_of(type(value)).dictionary
     if dictionary is None:
         return None

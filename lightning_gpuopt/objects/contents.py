@@ -80,7 +80,6 @@ def is_open(file: io.IOBase) -> bool:
 
 
 def is_mapped(value: np.ndarray[Any, Any]) -> bool:
-    """Whether an array's memory is a file's."""
     base: Any = value
     while isinstance(base, np.ndarray):
         base = base.base
@@ -104,14 +103,12 @@ def drawn_to(generator: Any) -> bytes:
 
 
 def state_of_generator(generator: Any) -> Any:
-    """A generator's state, to be restored."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
 def restore_generator(generator: Any, state: Any) -> None:
-    """Have a generator draw from a state of :func:`state_of_generator` on."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

@@ -29,10 +29,7 @@ _LEAST_BYTES: Final = 1 << 20
 
 
 def copied_object(datasets: Iterable[object], clock: Clock = time.thread_time) -> CopiedObject | None:
-    """The largest Python objects of datasets, or of globals that their code names; None where there are none of 1 MiB.
-
-    It takes some 40 ms at most. Whether the code that reads samples touches all of them is not known.
-    """
+    """The largest Python objects of datasets, or of globals that their code names, from 1 MiB on; 40 ms at most."""
     walk = Walk([("", each) for each in datasets], Limits(seconds=_MAX_S, clock=clock, few=_FEW))
     found: list[tuple[str, str, Any, Node]] = []
     for node in walk:

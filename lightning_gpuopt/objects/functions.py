@@ -56,7 +56,6 @@ def _codes_in(code: Any) -> tuple[Any, ...]:
 
 @cache
 def names_in(code: Any) -> frozenset[str]:
-    """The names that a function's code, and the functions in it, read."""
     return frozenset(name for each in _codes_in(code) for name in getattr(each, "co_names", ()))
 
 
@@ -89,7 +88,6 @@ class OwnReads(NamedTuple):
     names: frozenset[str]
 
     def values(self) -> dict[str, Any]:
-        """What they read, as it is now."""
         held = dict_of(self.owner) or {}
         parts = [held, *(held.get(each) or {} for each in ("_modules", "_parameters", "_buffers"))]
         found = {name: each[name] for each in parts for name in self.names & each.keys()}

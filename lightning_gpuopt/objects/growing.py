@@ -32,8 +32,6 @@ _HEAVY: Final = 1 << 20  # bytes that are said
 
 @dataclass
 class _Seen:
-    """A container, or a cache."""
-
     node: Node
     count: int  # entries
     before: int = 0  # entries that there were
@@ -91,7 +89,6 @@ class Growing:
         self.keeps = 0.0  # entries that what explains the growth got for each sample; an lru_cache is bounded: none
 
     def _owners(self) -> dict[str, object]:
-        """Those that are still there."""
         return {name: owner for name, behind in self._behind.items() if (owner := behind()) is not None}
 
     def _containers(self) -> Iterator[_Seen]:

@@ -39,8 +39,6 @@ _CODE: Final = (ModuleType, type, FunctionType, MemberDescriptorType)
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a walk goes."""
-
     objects: int = 20_000
     of_globals: int = 1_000  # of the objects, those behind global variables, which come last
     seconds: float = math.inf
@@ -52,8 +50,6 @@ class Limits:
 
 
 class Node(NamedTuple):
-    """An object, and where it was found."""
-
     path: str  # as code has it: "dataset.transform.transforms[1].rng", "settings.SCALE"
     owner: Any  # whose attribute it is
     kind: Kind
@@ -85,7 +81,6 @@ class Node(NamedTuple):
         return found._replace(path=path, inside=self.inside or found.kind in CONTAINERS)
 
     def variable(self, module: dict[str, Any], name: str) -> Node:
-        """A global variable that a function names."""
         root = str(module.get("__name__"))
         found = self._replace(path=root, value=module, kind="module", root=root, near=True, sample=None)
         return found.part(name, module.get(name))._replace(is_packed=True, is_global=True)
@@ -196,7 +191,6 @@ class Walk:
             yield from (node.entry(key, each) for key, each in found)
 
     def _attributes(self, node: Node) -> Iterator[Node]:
-        """Of an object, with those of its class."""
         value, kind, trained = node.value, type(node.value), self._limits.trained
         facts, held = facts_of(kind), attributes_of(value)
         if trained and node.attribute and classes.is_closed(kind):

@@ -34,8 +34,6 @@ _CODE: Final = ("class", "module", "function", "method")
 
 @dataclass
 class Weight:
-    """What a container's entries take."""
-
     bytes: float = 0.0  # of memory of this process; what several entries share counts once
     what: str = "entries"  # what most of them are: "str", "tuple (str, int)"
     plain: bool = True  # all are strings, bytes or numbers

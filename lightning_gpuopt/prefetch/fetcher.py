@@ -40,16 +40,14 @@ class Stage(Protocol):
 
 
 class Ready:
-    """A batch that is on its way.
-
-    ``converted`` is what ``precision_plugin.convert_input`` made of it; ``staged`` is None where staging failed with
-    ``error``, which the user's own code raised: training meets it when the batch's turn has come.
-    """
+    """A batch that is on its way."""
 
     __slots__ = ("converted", "error", "staged")
 
     def __init__(self, converted: Any, staged: Staged | None, error: Exception | None = None) -> None:
-        self.converted, self.staged, self.error = converted, staged, error
+        self.converted = converted  # by ``precision_plugin.convert_input``
+        self.staged = staged  # None where staging has failed
+        self.error = error  # that the user's own code has raised: training meets it when the batch's turn has come
 
 
 class Entry:
@@ -98,12 +96,11 @@ class LookAheadFetcher:
         self._start_profiler: Callable[[], None] = inner._start_profiler
         self._stop_profiler: Callable[[], None] = inner._stop_profiler
         self._ahead: deque[Entry] = deque()
-        self.is_active = True
+        self.is_active = True  # else what was fetched, and what is on its way, is still handed out in its turn
         self._checked = 0
         self._take_over()
 
     def _take_over(self) -> None:
-        """An epoch begins."""
         self._kept_states: Any = None
         self._ahead.extend(Entry(item) for item in self._stock.take_batches())
         self._length = self._stock.length
@@ -153,13 +150,11 @@ class LookAheadFetcher:
         return entry.item
 
     def reset(self) -> None:
-        """Forget where in the epoch it was."""
         self.end_epoch()
         self._stock.fetcher.reset()
         self.fetched, self.done = 0, self._stock.fetcher.done
 
     def teardown(self) -> None:
-        """The loop has ended."""
         self.end_epoch()
         self._stock.teardown()
 
@@ -267,7 +262,6 @@ class LookAheadFetcher:
         entry.ready = self._stage.stage(entry.item[0], entry.item[2])
 
     def _watch_iterators(self) -> None:
-        """See whether the loaders can be looked ahead of."""
         if self._replays:
             return
         iterators = self._stock.iterators
@@ -293,21 +287,12 @@ class LookAheadFetcher:
 
     @property
     def stock(self) -> Any:
-        """Lightning's own fetcher."""
         return self._stock.fetcher
 
     @property
     def states(self) -> Any:
         """The loaders' positions as if nothing had been fetched ahead; None where they are so anyway."""
         return self._ahead[0].states if self._ahead else self._kept_states
-
-    def go_direct(self) -> None:
-        """Look ahead no more; what was fetched, and what is on its way, is still handed out in its turn."""
-        self.is_active = False
-
-    def look_again(self) -> None:
-        """Look ahead again, after :meth:`go_direct`, from the next batch on."""
-        self.is_active = True
 
     def replay(self) -> None:
         """The batches come from memory from now on, without end: they are looked ahead of as the loaders' were."""

@@ -16,7 +16,7 @@ from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.prefetch.fetcher import NOTHING_YET, LookAheadFetcher, Ready
 from lightning_gpuopt.prefetch.leaves import is_on
 from lightning_gpuopt.prefetch.randomness import RandomStates
-from lightning_gpuopt.prefetch.stream import CopyTimes, streams_of
+from lightning_gpuopt.prefetch.stream import streams_of
 from lightning_gpuopt.prefetch.transfer import TransferPipeline, UserCodeError
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
 from lightning_gpuopt.timeline.loader_facts import pipeline_of
@@ -28,11 +28,7 @@ _NOTHING = nullcontext()
 
 
 class PrefetchedRun:
-    """Follows one ``fit``, ``validate``, ``test`` or ``predict`` from ``setup`` to its end.
-
-    ``staged`` batches came to the device on the side stream, ``direct`` ones as without us. With ``asleep`` all are
-    left as they come until :meth:`wake`.
-    """
+    """Follows one run of a Trainer from ``setup`` to its end; ``asleep`` leaves batches alone until :meth:`wake`."""
 
     def __init__(self, trainer: Trainer, pl_module: LightningModule, depth: int, *, asleep: bool = False) -> None:
         self._trainer = trainer
@@ -44,7 +40,7 @@ class PrefetchedRun:
         self._mover = TransferPipeline(
             streams_of(self._device), self._device, depth, loops.own_transfer(trainer, pl_module)
         )
-        self._streams = self._mover.streams
+        self._streams, self.times = self._mover.streams, self._mover.times
         # Only the loops keep them: a loop that is given new loaders has let go of the old ones before those start.
         self._fetchers: WeakValueDictionary[str, LookAheadFetcher] = WeakValueDictionary()
         self._expected: tuple[Any, Ready] | None = None
@@ -93,21 +89,19 @@ class PrefetchedRun:
             self._far_from_the_end = left
         fetcher = LookAheadFetcher(loops.StockFetcher(stock), self._depth, self, goes_on, self._drew, self._drawing)
         if self._asleep:
-            fetcher.go_direct()
+            fetcher.is_active = False
         self._fetchers[name] = fetcher
         loops.set_fetcher(loop, fetcher)
 
     def leave(self, name: str) -> None:
-        """A loop inside ``fit`` has ended."""
         fetcher = self._fetchers.pop(name, None)
         if fetcher is not None:
             self._say_why_direct(fetcher)
             loops.set_fetcher(loops.loops(self._trainer)[name], fetcher.stock)
             fetcher.end_epoch()
-            self._mover.trim()
+            self._mover.ring.trim()
 
     def epoch_ends(self) -> None:
-        """The training loop has no use for what was fetched ahead any more."""
         fetcher = self._fetchers.get("fit")
         if fetcher is not None:
             fetcher.end_epoch()
@@ -130,7 +124,6 @@ class PrefetchedRun:
                 self._is_ahead = False
 
     def step_done(self) -> None:
-        """A training batch's optimizer step is over."""
         if self._is_manual:
             now = self._trainer.global_step
             self._optimizer_steps = max(self._optimizer_steps or 0, now - self._steps_before)
@@ -145,7 +138,6 @@ class PrefetchedRun:
 
     @property
     def states(self) -> Any:
-        """Positions of the training loaders as if nothing had been fetched ahead; None: as Lightning finds them."""
         fetcher = self._fetchers.get("fit")
         return fetcher.states if fetcher is not None else None
 
@@ -158,7 +150,6 @@ class PrefetchedRun:
         return bool(loaders) and all(pipeline_of(each) is not None for each in loaders)
 
     def stage(self, batch: Any, dataloader_idx: int) -> Ready | None:
-        """Begin to move a batch; None: it goes the direct way."""
         if self._is_off:
             return None
         with self._profile(COPY_AHEAD):
@@ -187,16 +178,13 @@ class PrefetchedRun:
         return Ready(converted, staged)
 
     def advance(self, ready: Ready) -> bool:
-        """Go on with a batch that could not be issued at once; whether it is issued."""
         return ready.staged is None or self._mover.advance(ready.staged)
 
     def drop(self, ready: Ready) -> None:
-        """A batch will not be used."""
         if ready.staged is not None:
             self._mover.drop(ready.staged)
 
     def hand_out(self, batch: Any, ready: Ready | None) -> None:
-        """Training is about to get a batch."""
         self.is_done = False
         self._far_from_the_end -= 1
         self._mover.release()
@@ -233,12 +221,10 @@ class PrefetchedRun:
         return loops.after_transfer(self._pl_module, moved, dataloader_idx)
 
     def loader_seen(self, seen: SeenLoader) -> None:
-        """Pin a loader's batches; the registry calls it."""
         if not self._asleep:
             self._pin(seen.inner)
 
     def _pin(self, loader: Any) -> None:
-        """Have a loader's own thread bring batches to page-locked memory."""
         if not may_pin(loader):
             return
         reloads = self._trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
@@ -257,31 +243,28 @@ class PrefetchedRun:
 
     @property
     def why_not(self) -> str | None:
-        """Why the training batches cannot be looked ahead of; None where they can."""
         fetcher = self._fetchers.get("fit")
         if self._is_off or fetcher is None:
             return "it has disabled itself" if self._is_off else "no epoch has begun"
         return fetcher.left_alone
 
     def wake(self) -> None:
-        """Look ahead from the next batch on."""
         self._asleep = False
         for fetcher in list(self._fetchers.values()):
-            fetcher.look_again()
+            fetcher.is_active = True
 
     def sleep(self) -> None:
         """Leave the batches as they come; what was fetched ahead is handed out in its turn."""
         self._asleep = True
         for fetcher in list(self._fetchers.values()):
-            fetcher.go_direct()
+            fetcher.is_active = False
 
     # ---- what goes wrong, and the end ----
 
     def disable(self, reason: str, *, warn: bool = False) -> None:
-        """Do nothing from now on, and report why, once."""
         self._is_off = True
         for fetcher in list(self._fetchers.values()):
-            fetcher.go_direct()
+            fetcher.is_active = False
         self._mover.free()
         say_once(
             self._trainer,
@@ -315,16 +298,8 @@ class PrefetchedRun:
         if reason is not None and reason != NOTHING_YET and reason not in self._reported:
             self._reported.add(reason)
             say_once(
-                self._trainer,
-                f"prefetcher-{reason}",
-                f"CudaPrefetcher does not look ahead: {reason}.",
-                warn=False,
+                self._trainer, f"prefetcher-{reason}", f"CudaPrefetcher does not look ahead: {reason}.", warn=False
             )
-
-    @property
-    def times(self) -> CopyTimes:
-        """How long the copies took."""
-        return self._mover.times
 
     def undo(self) -> None:
         """Take away all that was placed; repeatable. A loop that still runs is handed out what was fetched ahead."""
@@ -334,7 +309,7 @@ class PrefetchedRun:
             if loops.fetcher_of(loop) is fetcher:
                 loops.set_fetcher(loop, fetcher.stock)
             try:
-                fetcher.go_direct()
+                fetcher.is_active = False
                 fetcher.drop_staged()
             except Exception:  # a device that has failed refuses everything
                 log.debug("batches ahead could not be dropped", exc_info=True)

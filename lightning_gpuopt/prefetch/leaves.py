@@ -63,7 +63,6 @@ class Found:
 
 
 def is_on(batch: Any, device: torch.device) -> bool:
-    """Whether a batch has tensors, and all of them are on the device already."""
     tensors = Found(batch).tensors
     return bool(tensors) and all(each.device == device for each in tensors)
 
@@ -105,7 +104,4 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-_is_cpu: Final = operator.attrgetter("is_cpu")
-_dtype: Final = operator.attrgetter("dtype")
-_layout: Final = operator.attrgetter("layout")
-_requires_grad: Final = operator.attrgetter("requires_grad")
+_is_cpu, _dtype, _layout, _requires_grad = map(operator.attrgetter, ("is_cpu", "dtype", "layout", "requires_grad"))

@@ -35,7 +35,6 @@ class RandomStates:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Have these states again."""
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             self._cuda[0].set_state(self._cuda[1])
@@ -44,10 +43,7 @@ class RandomStates:
 
 
 def drawn_since_seeded() -> Literal["torch", "another"] | None:
-    """The random state from which a worker has drawn since torch seeded it.
-
-    Of NumPy's and Python's states the position is looked at: a draw of a multiple of 624 words is not seen.
-    """
+    """The random state that a worker drew from since torch seeded it; 624 words of NumPy's or Python's go unseen."""
     seeded = torch.Generator().manual_seed(torch.initial_seed())
     if not torch.equal(torch.get_rng_state(), seeded.get_state()):
         return "torch"

@@ -53,10 +53,6 @@ class Destination:
         self._layout = _layout(source)
         return True
 
-    def reallocate(self) -> Destination:
-        """New memory of the same shape."""
-        return Destination(self._base, self._base.device)
-
     def tensor(self) -> torch.Tensor:
         """The memory as a tensor of its own: with another version counter than all that were here before."""
         return self._base.data
@@ -67,8 +63,6 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class DestinationSet:
-    """The memory of one batch."""
-
     def __init__(self, streams: Streams, device: torch.device) -> None:
         self._streams = streams
         self._device = device
@@ -86,7 +80,7 @@ class DestinationSet:
         for number, each in enumerate(self._tensors):
             if each.is_held:  # it is somebody's now; allocated here, new memory is free when the next step begins
                 with suppress(torch.OutOfMemoryError):
-                    self._tensors[number] = each.reallocate()
+                    self._tensors[number] = Destination(each.tensor(), self._device)
         self._streams.record(self._free)
         self._idle = [not each.is_held for each in self._tensors]
 

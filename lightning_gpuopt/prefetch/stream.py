@@ -20,11 +20,9 @@ class NoEvent:
     """Stands for a point in a stream that does not exist: it has always been passed."""
 
     def query(self) -> bool:
-        """Whether the device has passed it."""
         return True
 
     def elapsed_time(self, end: NoEvent) -> float:
-        """Milliseconds to ``end``."""
         return 0.0
 
 
@@ -124,13 +122,10 @@ class CudaStreams(Streams):
 
 
 def streams_of(device: torch.device) -> Streams:
-    """The streams of a device."""
     return CudaStreams(device) if device.type == "cuda" else Streams()
 
 
 class CopyEvents(NamedTuple):
-    """The events of one copy."""
-
     begins: Any  # on the side stream, before it
     ends: Any  # on the side stream, after it
     wait_begins: Any  # on the compute stream, before that waits for the copy
@@ -148,7 +143,6 @@ class CopyTimes:
         self._sums: dict[bool, list[float]] = {True: [0, 0.0, 0.0], False: [0, 0.0, 0.0]}
 
     def events(self) -> CopyEvents:
-        """Events for one more copy."""
         if self._free:
             return self._free.pop()
         return CopyEvents(*(self._streams.new_event(timing=True) for _ in range(4)))
@@ -160,7 +154,6 @@ class CopyTimes:
             self._unread.popleft()
 
     def read(self) -> None:
-        """Take in the copies that are done, the oldest first."""
         unread = self._unread
         while unread and unread[0][0].wait_ends.query():
             events, training = unread.popleft()

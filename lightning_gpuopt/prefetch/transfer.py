@@ -28,13 +28,11 @@ class FasterOfTwo:
 
     @property
     def way(self) -> str:
-        """The way to go now."""
         if self._chosen is not None:
             return self._chosen
         return min(self._seconds, key=lambda way: len(self._seconds[way]))
 
     def took(self, way: str, seconds: float) -> None:
-        """A batch has gone this way, in so many seconds of the training thread's time."""
         if self._chosen is not None:
             return
         self._seconds[way].append(seconds)
@@ -51,20 +49,9 @@ class UserCodeError(Exception):
 
 
 class Staged:
-    """A batch that is on its way."""
-
     __slots__ = (
-        "at",
-        "events",
-        "has_begun",
-        "host_s",
-        "moved",
-        "nbytes",
-        "pageable_bytes",
-        "pinning",
-        "sources",
-        "targets",
-        "way",
+        *("at", "events", "has_begun", "host_s", "moved", "nbytes", "pageable_bytes", "pinning", "sources"),
+        *("targets", "way"),
     )
 
     def __init__(self, events: CopyEvents) -> None:
@@ -94,7 +81,7 @@ class TransferPipeline:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._own_transfer = own_transfer
-        self._ring = DestinationRing(streams, device, depth + 1)
+        self.ring = DestinationRing(streams, device, depth + 1)
         self._delivered: list[DestinationSet] = []
         self._thread: ThreadPoolExecutor | None = None
         self._pinning = FasterOfTwo("plain", "thread")
@@ -170,24 +157,17 @@ class TransferPipeline:
             each.release()
         self._delivered.clear()
 
-    def trim(self) -> None:
-        """A loop inside another has ended."""
-        self._ring.trim()
-
     def free(self) -> None:
-        """Give the memory back that no batch is in."""
-        self._ring.clear()
+        self.ring.clear()
         self._delivered.clear()
 
     def close(self) -> None:
-        """Leave no thread behind."""
         self.free()
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
     def _transfer(self, batch: Any, dataloader_idx: int, staged: Staged) -> None:
-        """Call the user's own transfer, as it is, on the side stream."""
         assert self._own_transfer is not None
         with self.streams.on_side():
             self.streams.record_on_side(staged.events.begins)
@@ -213,7 +193,7 @@ class TransferPipeline:
         flat = tensors_of_flat(batch)
         if flat is not None and (self._on_cuda or all(map(is_dense, flat))):
             staged.sources = flat
-            staged.at = self._ring.acquire()
+            staged.at = self.ring.acquire()
             tensors = self._destinations(flat, staged, staged.at)
             staged.moved = dict(zip(batch, tensors, strict=True)) if type(batch) is dict else type(batch)(tensors)
         else:
@@ -235,7 +215,7 @@ class TransferPipeline:
         apply_to_collection(batch, MOVABLE, see)
         tensors: Iterator[torch.Tensor] = iter(())
         if sources:
-            staged.at = self._ring.acquire()
+            staged.at = self.ring.acquire()
             tensors = iter(self._destinations(sources, staged, staged.at))
         if len(sources) == len(plain):
             staged.moved = apply_to_collection(batch, MOVABLE, lambda leaf: next(tensors))
@@ -266,7 +246,6 @@ class TransferPipeline:
         return leaf if moved is None else moved
 
     def _issue(self, staged: Staged) -> None:
-        """Copy what is to be copied."""
         with self.streams.on_side():
             if not staged.has_begun:
                 self.streams.record_on_side(staged.events.begins)

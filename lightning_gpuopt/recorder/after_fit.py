@@ -72,7 +72,6 @@ def _like(error: BaseException) -> tuple[str, str]:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception, and those that it came from."""
     for _ in range(_MAX_CAUSES):
         if error is None:
             return

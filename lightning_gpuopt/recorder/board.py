@@ -50,11 +50,9 @@ class Board:
 
     @property
     def slots(self) -> int:
-        """How many of the workers' rings are taken."""
         return len(self._slots)
 
     def worker(self, slot: int) -> Ring:
-        """A worker's ring."""
         return Ring(self._part(slot), WORKER_HEADER_BYTES)
 
     def _part(self, slot: int) -> memoryview:

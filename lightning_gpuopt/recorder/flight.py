@@ -53,12 +53,8 @@ _JOB: Final = (
 )
 # where the user's own code of a phase begins
 _METHODS: Final = {"forward": ["training_step"], "validation": ["validation_step"]}
-_DOING: Final = AT["doing"]
-_SLOT: Final = AT["slot"]
-_SINCE: Final = AT["since_ns"]
-_STEPS: Final = AT["steps"]
-_PROGRESS: Final = AT["progress_ns"]
-_LONGEST: Final = AT["longest_ns"]
+_DOING, _SLOT, _SINCE = AT["doing"], AT["slot"], AT["since_ns"]
+_STEPS, _PROGRESS, _LONGEST = AT["steps"], AT["progress_ns"], AT["longest_ns"]
 _SETS_UP, _TRAINS, _VALIDATES, _SAVES = (DOING.index(each) for each in (SETS_UP, TRAINS, VALIDATES, SAVES))
 
 # how many of a stage have been recorded in this process, by the ranks that take part: these count alike
@@ -76,17 +72,13 @@ _STEPS_OF: Final = {
 
 
 class FlightRecorder:
-    """Records one ``fit``, ``validate``, ``test`` or ``predict``, from its set-up to its end.
-
-    Rings are written to ``folder`` (None: nowhere), under ``watch`` to its folder. ``each_second`` is called on the
-    recorder's thread. OSError: there is no memory for rings, as on other systems than Linux.
-    """
+    """Records one ``fit``, ``validate``, ``test`` or ``predict``; OSError: no memory for rings, as off Linux."""
 
     def __init__(self, trainer: Trainer, folder: Path | None, stage: str = "fit") -> None:
         which = stage, trainer.world_size
         _recorded[which] += 1
         number = f"{stage}-{_recorded[which]}"
-        self.each_second: Callable[[], None] = lambda: None
+        self.each_second: Callable[[], None] = lambda: None  # called on the recorder's thread
         self._trainer: Callable[[], Trainer | None] = weakref.ref(trainer)
         self._board = Board()
         self._ring = self._board.rank
@@ -163,7 +155,6 @@ class FlightRecorder:
     # ---- what the training thread does ----
 
     def step_done(self) -> None:
-        """A training batch was finished."""
         numbers = self._numbers
         now = time.monotonic_ns()
         waited = now - numbers[_PROGRESS]
@@ -210,7 +201,6 @@ class FlightRecorder:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around the save of a checkpoint."""
         before = DOING[self._numbers[_DOING]]
         self.begins(SAVES)
         yield
@@ -230,7 +220,6 @@ class FlightRecorder:
         timeline.shown = self._numbers[_SLOT : _SLOT + 1]
 
     def forget(self, timeline: SlotClock) -> None:
-        """The timeline has ended."""
         timeline.shown = [0]
         self._timeline, self._numbers[_SLOT], self._owners = None, -1, ()
 
@@ -252,16 +241,13 @@ class FlightRecorder:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it has not come to its end."""
         return not self._stop.is_set()
 
     @property
     def steps(self) -> int:
-        """Training batches that have been finished."""
         return self._numbers[_STEPS]
 
     def is_forked(self, slot: int) -> bool:
-        """Whether the worker of a ring was forked."""
         return bool(self._board.worker(slot).numbers[AT["fork"]])
 
     def leak_of(self, slot: int) -> tuple[str, float]:
@@ -391,7 +377,6 @@ class FlightRecorder:
         self._workers.stop()
 
     def _close(self, *, remove: bool = False) -> None:
-        """Let go of files, and of the memory's descriptor."""
         self._thread.join(timeout=3.0)
         if self._thread.is_alive():  # in a write that does not return: what it has open must not become another file
             return

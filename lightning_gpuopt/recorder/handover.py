@@ -23,8 +23,6 @@ _CREDENTIALS: Final = struct.Struct("3i")
 
 @dataclass(frozen=True)
 class Watcher:
-    """Who watches this process."""
-
     folder: str  # where rings are written to
     address: str = ""  # abstract socket's name, without the leading zero byte; empty: rings are not taken
 
@@ -37,7 +35,6 @@ class Watcher:
             return None
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
-        """The environment of a process that is watched."""
         return {**before, VARIABLE: json.dumps(asdict(self))}
 
     def give(self, file: int) -> bool:
@@ -89,5 +86,4 @@ class Taker:
                     taken += socket.recv_fds(line, 1, 1)[1]
 
     def close(self) -> None:
-        """Take no more."""
         self._socket.close()

@@ -140,7 +140,6 @@ class LoaderWorkers:
         return {slot: (process.pid, name, worker) for slot, (name, worker, process) in list(self._workers.items())}
 
     def ask_for_stacks(self) -> None:
-        """Have those that run write their stacks."""
         for slot in self.living:
             self._board.worker(slot).numbers[AT["asked"]] += 1
 
@@ -179,7 +178,6 @@ class LoaderWorkers:
                 self._board.rank.log("worker_died", **death)
 
     def stop(self) -> None:
-        """Record no more."""
         self._stopped = True
         self._workers.clear()
 

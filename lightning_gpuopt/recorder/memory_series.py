@@ -91,7 +91,8 @@ class MemoryLog:
         """Take a reading of all; ``workers`` by ring: process id, loader and number in it."""
         now_s = self._clock() + self._offset_s
         own = self._own(now_s)
-        self._note_use(own.shm_free, own.files)
+        self._least_free = min(self._least_free, math.inf if own.shm_free is None else own.shm_free)
+        self._most_files = max(self._most_files, own.files or 0)
         self.rank.add(own)
         rows = []
         for slot, (pid, loader, worker) in workers.items():
@@ -114,10 +115,6 @@ class MemoryLog:
         free, files = self._files.shared()[0], None if self._most_files > _MANY_FILES else self._files.descriptors()[0]
         less = free is not None and free <= self._least_free - _LESS_SHM
         return less or (files is not None and files >= self._most_files + _MORE_FILES)
-
-    def _note_use(self, shm_free: int | None, files: int | None) -> None:
-        self._least_free = min(self._least_free, math.inf if shm_free is None else shm_free)
-        self._most_files = max(self._most_files, files or 0)
 
     def note_leak(self, leak: str) -> None:
         """Note what grows in the training process, for people; empty: nothing is known to."""

@@ -21,7 +21,6 @@ _OURS: Final = str(Path(__file__).parents[1]) + os.sep
 
 
 def nested(dataset: Any) -> Iterator[Any]:
-    """A dataset, and those inside of it."""
     for _ in range(_MAX_NESTED):
         if dataset is None:
             return

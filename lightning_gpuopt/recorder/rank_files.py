@@ -60,11 +60,9 @@ class RankFiles:
             return None
 
     def write(self) -> None:
-        """Bring the rings' file up to date."""
         self._rings.write()
 
     def close(self) -> None:
-        """Close the files, as they are."""
         self._rings.close()
         self.stacks.close()
 

@@ -21,20 +21,8 @@ from lightning_gpuopt.recorder.ring import (
     record_of,
     wall_offset_s,
 )
-from lightning_gpuopt.recorder.stacks import ASK_SUFFIX, crashes_in, is_alive
-
-__all__ = [
-    "FOLDER",
-    "SUFFIX",
-    "header_in",
-    "headers_in",
-    "is_alive",
-    "records_in",
-    "records_of",
-    "remove",
-    "ring_files",
-    "writes_elsewhere",
-]
+from lightning_gpuopt.recorder.stacks import ASK_SUFFIX, crashes_in
+from lightning_gpuopt.recorder.stacks import is_alive as is_alive
 
 _ELSEWHERE_S: Final = 60.0
 FOLDER: Final = "recorder"
@@ -56,7 +44,6 @@ def records_in(folder: Path) -> list[FlightRecord]:
 
 
 def ring_files(folder: Path) -> list[Path]:
-    """The files of rings there."""
     patterns = (f"*{SUFFIX}", f"{FOLDER}/*{SUFFIX}", f"*/*{SUFFIX}", f"*/{FOLDER}/*{SUFFIX}")
     return sorted({path for pattern in patterns for path in folder.glob(pattern)})
 
@@ -80,10 +67,7 @@ def records_of(file: int) -> list[FlightRecord]:
     died = [(each.get("pid"), each.get("signal")) for each in events if each["event"] == "worker_died"]
     of_worker = {pid: crash for pid, number in died if (crash := _take(crashes, number))}
     rank = replace(
-        rank,
-        events=tuple(events),
-        memory=tuple(readings.get(None, ())),
-        crash=crashes[0] if crashes else "",
+        rank, events=tuple(events), memory=tuple(readings.get(None, ())), crash=crashes[0] if crashes else ""
     )
     workers = [
         replace(worker, memory=tuple(readings.get(slot, ())), crash=of_worker.get(worker.pid, ""))

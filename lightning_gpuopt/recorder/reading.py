@@ -25,12 +25,8 @@ log = logging.getLogger(__name__)
 
 _MAX_INDICES: Final = 48
 
-_DOING: Final = AT["doing"]
-_SINCE: Final = AT["since_ns"]
-_HAS_INDEX: Final = AT["has_index"]
-_SAMPLES: Final = AT["samples"]
-_BATCHES: Final = AT["batches_read"]
-_INDEX: Final = AT["index"]
+_DOING, _SINCE, _SAMPLES = AT["doing"], AT["since_ns"], AT["samples"]
+_HAS_INDEX, _INDEX, _BATCHES = AT["has_index"], AT["index"], AT["batches_read"]
 _SLOW_NS: Final = 30_000  # a sample that takes so long is worth the tenth of a microsecond that its note takes
 # keys of a batch that can be gone through as often as one likes. An iterator is used up by it.
 _PLAIN_BATCHES: Final = frozenset((list, tuple, range, np.ndarray, torch.Tensor))
@@ -66,12 +62,10 @@ class Reading:
         return self._iterator  # type: ignore[no-any-return]
 
     def begin(self, keys: Any) -> None:
-        """A batch is to be read, of samples with these keys."""
         self.keys = keys
         self._first = self._ring.numbers[_SAMPLES]
 
     def end(self, took_ns: int) -> None:
-        """It is read, in ``took_ns``."""
         count = len(self.keys)
         self._each = self._whole or took_ns >= _SLOW_NS * count
         self.keys = self._iterator = None
@@ -114,7 +108,6 @@ class Reading:
         self._ring.write("indices", json.dumps(_shown(keys)))
 
     def failed(self, error: BaseException) -> None:
-        """Note an exception of the dataset's."""
         try:
             self.show()
             index = self._ring.noted_index()

@@ -135,12 +135,10 @@ class Ring:
             numbers[_HAS_INDEX] = KEY
 
     def read(self, name: str) -> str:
-        """A word of :data:`_WORDS`."""
         at, most = _WORDS[name]
         return _word(bytes(self._memory[: at + most]), name)
 
     def noted_index(self) -> int | str | None:
-        """The sample that is noted; None where none is."""
         has = self.numbers[_HAS_INDEX]
         if has == KEY:
             return self.read("key")
@@ -171,7 +169,6 @@ def header_bytes_of(data: bytes | memoryview) -> int:
 
 
 def is_used(data: bytes | memoryview) -> bool:
-    """Whether a ring's first bytes say that somebody has begun it."""
     return bytes(data[:8]) == _MAGIC
 
 
@@ -257,7 +254,6 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
 
 
 def number_in(data: bytes | memoryview, name: str) -> int:
-    """One number of a ring's bytes."""
     at = 8 + 8 * AT[name]
     return int.from_bytes(data[at : at + 8], "little", signed=True)
 
@@ -285,10 +281,7 @@ def reading_in(slot: int) -> int:
 
 
 def slot_line(slot: int, name: str, place: str) -> str:
-    """What the word ``slots`` has of one slot of the timeline, as a line.
-
-    ``place`` is the line of the user's own code that it was last seen at, or where it begins; empty: not known.
-    """
+    """A line of the word ``slots``; ``place``: where the user's code was last seen in it, or begins; empty: unknown."""
     return json.dumps([slot, name, place], separators=(",", ":"))
 
 

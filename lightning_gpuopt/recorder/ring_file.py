@@ -70,7 +70,6 @@ class RingFile:
         self._written[slot] = logged
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._file)
 
 

@@ -134,10 +134,7 @@ class WorkerStart:
 
 
 class Beat(threading.Thread):
-    """Shows four times a second that a process runs, and where its main thread is; at first more often.
-
-    ``dataset`` is the worker's copy, in which containers may grow.
-    """
+    """Shows four times a second, at first more often, that a process runs, and where its main thread is."""
 
     def __init__(self, ring: Ring, thread: int, dataset: Any = None, stacks: StackWriter | None = None) -> None:
         super().__init__(name="gpuopt-recorder", daemon=True)
@@ -159,7 +156,6 @@ class Beat(threading.Thread):
         self._owners["collate_fn"] = collate_fn.collate_fn if isinstance(collate_fn, TimedCollate) else collate_fn
 
     def run(self) -> None:
-        """Beat until the process ends."""
         wait = threading.Event().wait
         beats = chain([self.begin], repeat(self.beat))
         for beat, wait_s in zip(beats, chain([0.0], _FIRST_BEATS_S, repeat(BEAT_S)), strict=False):
@@ -180,7 +176,6 @@ class Beat(threading.Thread):
         self._due_s = time.monotonic() + _COST_AT_FIRST * (time.thread_time() - began_s)
 
     def beat(self) -> None:
-        """One beat."""
         numbers = self._ring.numbers
         numbers[AT["written_ns"]] = time.monotonic_ns()
         if self._stacks is not None and numbers[AT["asked"]] != self._answered:

@@ -45,10 +45,7 @@ _PLAIN_ACTIONS: Final = {
 
 
 def phase_of(action: str) -> str | None:
-    """The phase of an action of Lightning's profiler, by its name in Lightning 2.5.0 to 2.6.6.
-
-    None for one that we do not know, such as the user's own: its time stays with the action around it.
-    """
+    """The phase of an action of Lightning's profiler (2.5.0 to 2.6.6); None: its time stays with the action around."""
     if action in _PLAIN_ACTIONS:
         return _PLAIN_ACTIONS[action]
     owner, _, hook = action.rpartition(".")

@@ -80,8 +80,6 @@ def look_of(
 
 
 class _Trace:
-    """Records by their kind, and by what ties them together."""
-
     def __init__(self, records: Iterable[Record]) -> None:
         by_kind: dict[str, list[Record]] = {"kernel": [], "collective": [], "copy": [], "call": []}
         for each in records:
@@ -90,7 +88,8 @@ class _Trace:
         self._call_of = {each.correlation: each for each in by_kind["call"] if each.correlation}
         self._stream = Counter(each.stream for each in working).most_common(1)[0][0] if working else 0
         # other threads of the program (a decoder's, a logger's) wait and copy as well, and hold up no step
-        threads = {self._call_of[each.correlation].thread for each in working if self._is_issued(each)}
+        main = [each for each in working if each.stream == self._stream and each.correlation in self._call_of]
+        threads = {self._call_of[each.correlation].thread for each in main}
         by_kind["call"] = [each for each in by_kind["call"] if each.thread in threads or not threads]
         foreign = {number for number, each in self._call_of.items() if each.thread not in threads and threads}
         by_kind["copy"] = [each for each in by_kind["copy"] if each.correlation not in foreign]
@@ -104,12 +103,7 @@ class _Trace:
         self.waits = _union([*filter(_is_a_wait, by_kind["call"]), *filter(None, map(self._blocked, self._copies))])
         self.correlated = any(each.correlation in self._call_of for each in [*working, *self._copies])
 
-    def _is_issued(self, work: Record) -> bool:
-        """Whether the call is known that issued something on the stream that has most of the work."""
-        return work.stream == self._stream and work.correlation in self._call_of
-
     def calls_in(self, step: ActivitySpan) -> int:
-        """Calls of the runtime while the host issued a step."""
         starts = self._call_starts
         return bisect_right(starts, step.issue_ended_s) - bisect_left(starts, step.issue_begun_s)
 
@@ -126,7 +120,6 @@ class _Trace:
         return idle_s, own
 
     def works(self, step: ActivitySpan, module_at: Callable[[float], str] | None) -> Iterator[StepWork]:
-        """What a step has issued: kernels, collectives and copies."""
         for each in [*self._working, *self._copies]:
             call = self._call_of.get(each.correlation)
             if not self._issued_in(each, step):
@@ -165,7 +158,6 @@ def _is_a_wait(call: Record) -> bool:
 
 
 def _copies_of(copies: Sequence[Record], steps: int) -> StepCopies | None:
-    """The traffic of a mean step's copies, by the direction that takes longer."""
     if not copies:
         return None
     seconds = {name: sum(each.seconds for each in copies if name in each.name) for name in ("HtoD", "DtoH")}
@@ -186,8 +178,6 @@ def _union(records: Iterable[Record]) -> _Union:
 
 
 class _Union:
-    """Intervals laid over each other."""
-
     def __init__(self, intervals: Iterable[_Interval]) -> None:
         self._parts: list[_Interval] = []
         for start, end in sorted(intervals):
@@ -198,7 +188,6 @@ class _Union:
         self._ends = [end for _, end in self._parts]
 
     def within(self, begin: float, end: float) -> list[_Interval]:
-        """The parts between two times, cut there."""
         found = []
         for index in range(bisect_right(self._ends, begin), len(self._parts)):
             start, stop = self._parts[index]
@@ -208,7 +197,6 @@ class _Union:
         return found
 
     def gaps(self, begin: float, end: float) -> list[_Interval]:
-        """What no part covers between two times."""
         found = []
         for start, stop in self.within(begin, end):
             if start > begin:
@@ -217,5 +205,4 @@ class _Union:
         return [*found, (begin, end)] if end > begin else found
 
     def covered_s(self, begin: float, end: float) -> float:
-        """How much between two times is covered."""
         return sum(stop - start for start, stop in self.within(begin, end))

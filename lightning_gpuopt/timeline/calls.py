@@ -56,10 +56,7 @@ class LastCall:
         return True
 
     def end(self) -> bool:
-        """Note nothing more; returns whether all calls were seen.
-
-        From another thread it takes effect with the first one's next call.
-        """
+        """Note nothing more, from another thread with its next call; returns whether all calls were seen."""
         was_on = self.at_ns is not None
         self._left = 0
         if sys.getprofile() == self._seen:

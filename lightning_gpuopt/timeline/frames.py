@@ -73,7 +73,6 @@ def is_loop(file: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def _is_between(file: str) -> bool:
-    """Whether a file of this package stands between the loop and what that calls."""
     return _is_in(file, "lightning_gpuopt", _BETWEEN)
 
 
@@ -164,7 +163,6 @@ def is_in_loader(innermost: FrameType | None) -> bool:
 
 
 def is_pythons(file: str) -> bool:
-    """Whether a file is of Python's standard library."""
     return file.startswith(_standard_library()) and not any(folder in file for folder in _INSTALLED)
 
 
@@ -201,7 +199,6 @@ _names: dict[tuple[CodeType, str], str] = {}
 
 
 def name_of(frame: FrameType) -> str:
-    """The function of a frame, with its class."""
     code = frame.f_code
     name = getattr(code, "co_qualname", None)
     if name is None:
@@ -215,7 +212,6 @@ def name_of(frame: FrameType) -> str:
 
 
 def _name_by_class(frame: FrameType) -> str:
-    """By the classes of the frame's module."""
     code = frame.f_code
     for value in list(frame.f_globals.values()):
         if issubclass(type(value), type):
@@ -227,14 +223,11 @@ def _name_by_class(frame: FrameType) -> str:
 
 def calls_of(raw: Sequence[RawFrame]) -> tuple[Call, ...]:
     """Raw frames with their names; ``Module.__call__`` and its kind are left out, since they say nothing."""
-    return tuple(_calls(raw))
-
-
-def _calls(raw: Sequence[RawFrame]) -> Iterator[Call]:
-    for number, (code, file, line, transform) in enumerate(raw):
-        if number and code.co_name in _MODULE_CALLS:
-            continue
-        yield Call(_readable(code, raw[number + 1 :]), file, line, is_own(file), transform)
+    return tuple(
+        Call(_readable(code, raw[number + 1 :]), file, line, is_own(file), transform)
+        for number, (code, file, line, transform) in enumerate(raw)
+        if not number or code.co_name not in _MODULE_CALLS
+    )
 
 
 def bare_name(name: str) -> str:
@@ -246,7 +239,6 @@ def bare_name(name: str) -> str:
 
 
 def _readable(code: CodeType, outer: Sequence[RawFrame]) -> str:
-    """A function's name without where it was defined; of a comprehension the function around it."""
     name = str(getattr(code, "co_qualname", None) or _names.get((code, code.co_filename)) or code.co_name)
     name = bare_name(name)
     if name in _INNER_FUNCTIONS[:4] and outer and outer[0][0].co_filename == code.co_filename:

@@ -123,33 +123,27 @@ class GpuClock(StepObserver):
     batch_copied = batch_ready = compute_ends = broadcast_ends = _turn_to(_HOST)
 
     def forward_begins(self) -> None:
-        """The work of ``training_step`` is about to be issued."""
         if self._with_forward and self._doing == _STEP:
             self._doing = _STEP_PART
             self._turn(_FORWARD)
 
     def forward_ends(self) -> None:
-        """All work of ``training_step`` has been issued."""
         if self._doing == _FORWARD:
             self._turn(_STEP)
 
     def validation_begins(self) -> None:
-        """A validation is about to begin."""
         self._validating = True
         self._turn(_VALIDATION)
 
     def validation_ends(self) -> None:
-        """The validation is over."""
         self._validating = False
         self._turn(_HOST)
 
     def host_work_begins(self) -> None:
-        """A hook, a logger call, a checkpoint or a fetch begins, which may be long."""
         if self._doing in (_HOST, _VALIDATION):
             self._turn(_HOST)
 
     def host_work_ends(self) -> None:
-        """The hook, logger call, checkpoint or fetch has ended."""
         if self._doing == _HOST:
             self._turn(_VALIDATION if self._validating else _HOST)
             if self._validating:  # a long one must not fill the memory
@@ -254,7 +248,6 @@ class GpuClock(StepObserver):
         self._step_began_ns = (passed_ns - self._offset_ns, recorded_ns)
 
     def _note_optimizer(self, began_ns: int, work: Sequence[int]) -> None:
-        """Keep when the host issued work of the optimizer."""
         for index in range(0, len(work), 2):
             if work[index] == _OPTIMIZER:
                 begun_ns = work[index - 1] if index else began_ns
@@ -331,12 +324,10 @@ class GpuClock(StepObserver):
 
     @property
     def clock_ns(self) -> Callable[[], int]:
-        """The host's clock, in nanoseconds."""
         return self._host.clock_ns
 
     @property
     def in_step(self) -> bool:
-        """Whether the host is issuing a step's own work right now."""
         return self._doing in (_STEP, _FORWARD)
 
     def take_snapshot(self, steps: int) -> None:
@@ -346,7 +337,6 @@ class GpuClock(StepObserver):
 
     @property
     def unread(self) -> int:
-        """Events that have not been read."""
         return len(self._unread)
 
     @property
@@ -355,7 +345,6 @@ class GpuClock(StepObserver):
         return (self._passed_ns - self._offset_ns) / 1e9
 
     def times(self) -> GpuTimes:
-        """What has been read so far."""
         lengths_s = [length / 1e9 for length in self._lengths_ns]
         return GpuTimes(
             steps=self._steps,

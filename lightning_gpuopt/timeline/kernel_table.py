@@ -17,8 +17,6 @@ _LONGEST_NAME: Final = 200
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """A kernel or a copy of a step."""
-
     name: str  # as the profiler gives it
     kind: str  # one of ``KERNEL_KINDS``
     seconds: float

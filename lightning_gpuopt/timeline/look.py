@@ -44,11 +44,7 @@ class CannotLookError(RuntimeError):
 
 
 class ProfilerLook:
-    """Records a few steps, once.
-
-    ``rhythm`` is after how many batches steps repeat themselves, as with accumulated gradients: so many are recorded, 3
-    to 16. ``recorded_s`` is when recording began and ended, in seconds of ``time.perf_counter``.
-    """
+    """Records 3 to 16 steps, once: as many as come until they repeat themselves (``rhythm``), as with accumulation."""
 
     def __init__(self, rhythm: int = 1, modules: ModuleCalls | None = None) -> None:
         self._modules = modules
@@ -57,7 +53,7 @@ class ProfilerLook:
         self._steps = min(max(_STEPS, rhythm), _MAX_STEPS)
         self._left = _WARMUP_STEPS + self._steps
         self._began_s = self._shift_s = 0.0
-        self.recorded_s = (0.0, 0.0)
+        self.recorded_s = (0.0, 0.0)  # when it began and ended, in seconds of ``time.perf_counter``
 
     @property
     def is_part(self) -> bool:
@@ -66,7 +62,6 @@ class ProfilerLook:
 
     @property
     def lasts(self) -> int:
-        """Steps that it takes, its warm-up included."""
         return _WARMUP_STEPS + self._steps
 
     def begin(self) -> None:
@@ -139,7 +134,6 @@ class ProfilerLook:
         return look
 
     def end(self) -> None:
-        """Stop early; what was recorded is dropped."""
         profiler = self._drop()
         if profiler is not None:
             with contextlib.suppress(Exception):

@@ -35,7 +35,6 @@ class ModuleCalls:
         self._notes: list[tuple[float, str]] = []
 
     def begin(self) -> None:
-        """Place the hooks."""
         self._handles.append(of_all_modules.register_module_forward_pre_hook(self._entered))
         self._handles.append(of_all_modules.register_module_forward_hook(self._left, always_call=True))
 
@@ -46,7 +45,6 @@ class ModuleCalls:
             each.remove()
 
     def at(self, moment_s: float) -> str:
-        """The module that the host worked for; empty where it was none."""
         index = bisect_right(self._notes, moment_s, key=lambda note: note[0]) - 1
         return self._notes[index][1] if index >= 0 else ""
 

@@ -48,15 +48,11 @@ class PauseSlots:
         return True
 
     def forget_long(self) -> None:
-        """Stop keeping when long pauses were: nobody will ask for them."""
         self._keep_long = False
         self.long.clear()
 
     def split(self, work: list[int]) -> list[int]:
-        """What the host has done (slot, end, slot, end ...), with the long pauses in it as work of their own.
-
-        ``work`` begins at the end of the work given last.
-        """
+        """What the host has done (slot, end, ...), with long pauses in it; ``work`` goes on from what came last."""
         if not self.long:
             return work
         pauses, self.long = self.long, []
@@ -77,7 +73,6 @@ class PauseSlots:
         return parts
 
     def seconds_by_stopped(self, ns: list[int]) -> dict[str, dict[int, float]]:
-        """Seconds of pauses by kind, and by the slot of what they stopped, from nanoseconds by slot."""
         return {
             kind: {slot: ns[made] / 1e9 for slot, made in slots.items() if ns[made]}
             for kind, slots in self._slots.items()

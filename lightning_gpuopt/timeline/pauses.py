@@ -49,7 +49,6 @@ class PauseWatch(Probe):
         self.restart()
 
     def start(self) -> None:
-        """Begin to watch."""
         gc.callbacks.append(self._collects)
         self.look_for_compiler()
 
@@ -75,7 +74,6 @@ class PauseWatch(Probe):
 
     @override
     def restart(self) -> None:
-        """Forget what was seen so far."""
         self._counts = [0, 0, 0]
         self._collected_ns = 0
         self._longest_ns = 0
@@ -91,7 +89,6 @@ class PauseWatch(Probe):
         return {"collections": self.collections(), "compilations": self.compilations()}
 
     def collections(self) -> Collections:
-        """The garbage collections in steps since the beginning, or the last :meth:`restart`."""
         young, middle, old = self._counts
         where, share = "", 0.0
         if self._asked_for_ns:
@@ -102,7 +99,6 @@ class PauseWatch(Probe):
         return Collections((young, middle, old), seconds, longest_s, self._tracked, where, share)
 
     def compilations(self) -> Compilations:
-        """The compilations in steps since then."""
         if not self._compilations:
             return Compilations()
         failures = dynamo.guard_failures()

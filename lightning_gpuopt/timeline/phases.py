@@ -40,15 +40,11 @@ from lightning_gpuopt.timeline.spans import (
 )
 
 _SLOTS: Final = {phase: slot for slot, phase in enumerate(PHASES)}
-_CALLBACKS: Final = _SLOTS["callbacks"]
-_VALIDATION: Final = _SLOTS["validation"]
-_EPOCH_SETUP: Final = _SLOTS["epoch_setup"]
-_OTHER: Final = _SLOTS["other"]
-_BACKWARD: Final = _SLOTS["backward"]
+_CALLBACKS, _VALIDATION, _EPOCH_SETUP = _SLOTS["callbacks"], _SLOTS["validation"], _SLOTS["epoch_setup"]
+_OTHER, _BACKWARD, _TRANSFER = _SLOTS["other"], _SLOTS["backward"], _SLOTS["transfer"]
 
 # action names remembered; a program that makes up a new name at every step must not fill the memory
 _MAX_ACTIONS: Final = 4096
-_TRANSFER: Final = _SLOTS["transfer"]
 _LOOP_NAMES: Final = {"run_training_batch": "optimization loop"}
 _VALIDATION_FETCHES: Final = (".val_next", ".validate_next")
 _BATCH_HOOKS: Final = ("on_before_batch_transfer", "on_after_batch_transfer")
@@ -77,14 +73,7 @@ class Timeline(SlotClock):
     ``ranges`` marks what is open, for a tool that looks from outside; what is still open is closed by :meth:`stop`.
     """
 
-    __slots__ = (
-        "_callback_names",
-        "_phase_of_callback",
-        "_silent",
-        "_started_ns",
-        "_stopped_ns",
-        "steps",
-    )
+    __slots__ = ("_callback_names", "_phase_of_callback", "_silent", "_started_ns", "_stopped_ns", "steps")
 
     def __init__(
         self,
@@ -124,7 +113,6 @@ class Timeline(SlotClock):
             self._open.clear()
 
     def step_done(self) -> None:
-        """Count a finished training batch."""
         self.steps += 1
 
     @property
@@ -133,7 +121,6 @@ class Timeline(SlotClock):
         return self._current == _BACKWARD
 
     def pause(self, kind: str, begun_ns: int, ended_ns: int) -> bool:
-        """Set aside time in which something stopped the training thread; see :meth:`PauseSlots.add`."""
         return self.pauses.add(kind, self._current, begun_ns, ended_ns)
 
     def span(self, action: str) -> AbstractContextManager[Any]:
@@ -158,10 +145,7 @@ class Timeline(SlotClock):
         return Timed(run, ValidationSpan(self, _VALIDATION))
 
     def snapshot(self) -> list[int]:
-        """Nanoseconds so far: one number a phase, in the order of :data:`PHASES`, then those of callback hooks.
-
-        Cheap enough for every step. It goes to the last beginning or end of an action, not to this very moment.
-        """
+        """Nanoseconds so far, to the last event: a number a phase, as in :data:`PHASES`, then callback hooks. Cheap."""
         return self._ns.copy()
 
     @property
@@ -199,7 +183,6 @@ class Timeline(SlotClock):
         return self.name_of(self._current) if self.thread else None
 
     def forget_host_work(self) -> None:
-        """Stop keeping the order of what the host does: nobody will take it."""
         self._host_work = None
         self._watched = self._ranges is not None
         self.pauses.forget_long()
@@ -213,7 +196,6 @@ class Timeline(SlotClock):
         return self.pauses.split(work) if self.pauses.long else work
 
     def times(self) -> PhaseTimes:
-        """Everything so far, in seconds."""
         ns = self.snapshot()
         end = self._stopped_ns
         if end is None:
@@ -253,7 +235,8 @@ class Timeline(SlotClock):
             key = action.partition("]")[2].rpartition(".")[0]
             phase = self._phase_of_callback.get(key, phase)
         span: AbstractContextManager[Any]
-        if phase is None or self._silent(action) or (not self._watched and _is_within_its_phase(action)):
+        within = action.startswith("[Lightning") and action.endswith(_WITHIN_THEIR_PHASE)
+        if phase is None or self._silent(action) or (within and not self._watched):
             span = _NOTHING
         elif self._spans is self._copy_ahead_spans:
             span = Span(self, _SLOTS[phase])
@@ -318,7 +301,3 @@ class Timeline(SlotClock):
         else:
             self.slots_between_steps.append(slot)
         return slot
-
-
-def _is_within_its_phase(action: str) -> bool:
-    return action.startswith("[Lightning") and action.endswith(_WITHIN_THEIR_PHASE)

@@ -7,10 +7,7 @@ from typing import Any
 
 
 class Probe:
-    """A source of figures, each named as the field of a ``Measurement`` that it is for; by default it has none.
-
-    Called on the training thread, when a run is measured, never in each step.
-    """
+    """A source of figures, named as fields of a ``Measurement``; called on the training thread, never in each step."""
 
     _notes: Sequence[str] = ()
 

@@ -52,11 +52,9 @@ class TimelineProfiler(Profiler):
         self.timeline.span(action_name).__exit__(None, None, None)
 
     def profile(self, action_name: str) -> AbstractContextManager[Any]:  # type: ignore[override]
-        """Attribute time to the action while the context is open; the inner profiler's context is inside ours."""
         return _Both(self.timeline.span(action_name), self.inner.profile(action_name))
 
     def start(self, action_name: str) -> None:
-        """Open an action that :meth:`stop` will close."""
         span = self.timeline.span(action_name)
         span.__enter__()
         try:
@@ -66,31 +64,25 @@ class TimelineProfiler(Profiler):
             raise
 
     def stop(self, action_name: str) -> None:
-        """Close the action."""
         try:
             self.inner.stop(action_name)
         finally:
             self.timeline.span(action_name).__exit__(None, None, None)
 
     def summary(self) -> str:
-        """The inner profiler's."""
         return self.inner.summary()
 
     def describe(self) -> None:
-        """The inner profiler's."""
         self.inner.describe()
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """The inner profiler's."""
         self.inner.setup(stage, local_rank, log_dir)
 
     def teardown(self, stage: str | None) -> None:
-        """The inner profiler's."""
         self.inner.teardown(stage)
 
     @property
     def local_rank(self) -> int:
-        """The inner profiler's."""
         return self.inner.local_rank
 
     def __getattr__(self, name: str) -> Any:

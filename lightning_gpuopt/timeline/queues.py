@@ -43,7 +43,6 @@ class QueueProbe:
 
     @property
     def watches(self) -> bool:
-        """Whether there are queues to look at."""
         return bool(self._iterators)
 
     def watch(self, iterators: Sequence[Any]) -> list[Any]:
@@ -59,7 +58,6 @@ class QueueProbe:
         return [] if None in alive else alive
 
     def before_fetch(self) -> None:
-        """The loop is about to ask for a batch."""
         if not (iterators := self._alive()):
             return
         for number, iterator in enumerate(iterators):
@@ -84,7 +82,6 @@ class QueueProbe:
         self._skipped = self._skip
 
     def after_fetch(self, wait_s: float) -> None:
-        """The batch is there, after a fetch of ``wait_s``."""
         if wait_s < _A_WAIT_S or not (iterators := self._alive()):
             return
         self._waits += 1
@@ -95,15 +92,8 @@ class QueueProbe:
             self._late_wait_s += wait_s
 
     def times(self) -> QueueTimes:
-        """What has been seen so far."""
         return QueueTimes(
-            self._fetches,
-            self._ready,
-            self._empty,
-            self._waits,
-            self._wait_s,
-            self._late_wait_s,
-            self._unpinned_wait_s,
+            self._fetches, self._ready, self._empty, self._waits, self._wait_s, self._late_wait_s, self._unpinned_wait_s
         )
 
 

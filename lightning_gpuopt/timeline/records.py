@@ -32,16 +32,12 @@ class Record:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
         return self.end_s - self.start_s
 
 
-def records_of(trace: Mapping[str, Any], device: int, shift_s: float) -> list[Record]:
+def records_of(trace: Mapping[str, Any], device: int, shift_s: float) -> Iterator[Record]:
     """Read what ran on a CUDA ordinal, from a trace in Chrome's format; ``shift_s`` is added to ``time.time``."""
-    return list(_records(trace, device, trace.get("baseTimeNanoseconds", 0) / 1e9 + shift_s))
-
-
-def _records(trace: Mapping[str, Any], device: int, base_s: float) -> Iterator[Record]:
+    base_s = trace.get("baseTimeNanoseconds", 0) / 1e9 + shift_s
     for each in trace.get("traceEvents", ()):
         category = each.get("cat")
         if each.get("ph") != "X" or (category not in _ON_DEVICE and category not in _CALLS):

@@ -26,37 +26,11 @@ class SlotClock:
 
     # With as many attributes as these an instance's dict is slow.
     __slots__ = (
-        "_batch_hook_ran",
-        "_batch_hooks",
-        "_broadcast_slot",
-        "_copied_by_hook",
-        "_copy_ahead_spans",
-        "_current",
-        "_epoch_begins",
-        "_first_fetch_slot",
-        "_hooks",
-        "_host_work",
-        "_loops",
-        "_ns",
-        "_observer",
-        "_open",
-        "_ranges",
-        "_spans",
-        "_training_spans",
-        "_validation_began_ns",
-        "_validation_setup_ns",
-        "_validation_spans",
-        "_validations",
-        "_watched",
-        "clock_ns",
-        "epochs",
-        "fetches_watched",
-        "last_ns",
-        "loop_slot",
-        "pauses",
-        "shown",
-        "slots_between_steps",
-        "thread",
+        *("_batch_hook_ran", "_batch_hooks", "_broadcast_slot", "_copied_by_hook", "_copy_ahead_spans", "_current"),
+        *("_epoch_begins", "_first_fetch_slot", "_hooks", "_host_work", "_loops", "_ns", "_observer", "_open"),
+        *("_ranges", "_spans", "_training_spans", "_validation_began_ns", "_validation_setup_ns", "_validation_spans"),
+        *("_validations", "_watched", "clock_ns", "epochs", "fetches_watched", "last_ns", "loop_slot", "pauses"),
+        *("shown", "slots_between_steps", "thread"),
     )
 
     def __init__(
@@ -100,7 +74,6 @@ class SlotClock:
 
     @property
     def slots(self) -> int:
-        """How many slots there are so far."""
         return len(self._ns)
 
     def name_of(self, slot: int) -> str:
@@ -131,7 +104,6 @@ class SlotClock:
             self._ranges.push(self.name_of(self._current))
 
     def _span_ends(self, slot: int, now: int) -> None:
-        """A span of this slot has ended."""
         if self._ranges is not None:
             self._ranges.pop()
         if self._host_work is not None:

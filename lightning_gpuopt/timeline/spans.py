@@ -139,8 +139,6 @@ class EpochSpan(Span):
 
 
 class ObservedSpan(Span):
-    """A span at whose beginning and end the observer is called."""
-
     __slots__ = ("begins", "ends")
 
     def __init__(self, timeline: SlotClock, slot: int, begins: str, ends: str) -> None:
@@ -247,8 +245,6 @@ class ValidationFetchSpan(Span):
 
 
 class Timed(Replacement):
-    """A function whose time is measured."""
-
     def __init__(self, function: Callable[..., Any], span: Span) -> None:
         super().__init__(function)
         self._span = span

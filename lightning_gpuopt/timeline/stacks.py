@@ -116,17 +116,14 @@ class StackSampler:
 
     @property
     def running(self) -> bool:
-        """Whether it samples still."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(self) -> None:
-        """Begin to sample, on a daemon thread."""
         self._last = self._clock()
         self._thread = threading.Thread(target=self._run, name="gpuopt-stacks", daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float = 1.0) -> None:
-        """End the thread; what was seen stays."""
         self._stop.set()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -166,11 +163,9 @@ class StackSampler:
             del frame
 
     def samples(self, activity: str) -> int:
-        """How many samples there are of an activity."""
         return sum(int(count) for _, count in list(self._seen.get(activity, {}).values()))
 
     def stacks(self, activity: str) -> tuple[Stack, ...]:
-        """The stacks of an activity, those with most time first."""
         seen = list(self._seen.get(activity, {}).items())
         stacks = [Stack(calls_of(raw), seconds, int(count)) for raw, (seconds, count) in seen]
         return tuple(sorted(stacks, key=lambda stack: -stack.seconds))

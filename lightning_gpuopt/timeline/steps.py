@@ -61,7 +61,6 @@ class StepClock:
                 kind.threshold_s = max(_OUTLIER_FACTOR * median_s, median_s + _MIN_OUTLIER_S)
 
     def times(self) -> StepTimes:
-        """The distribution so far."""
         for kind in self._kinds.values():
             kind.count()
         bins_of = [sum(counts) for counts in zip(*(kind.bins for kind in self._kinds.values()), strict=True)]

@@ -84,18 +84,16 @@ class SyncLook:
         self._others: dict[tuple[str, type[Warning], str, int], _Warning] = {}
         # functions that wait, of which the debug mode does not warn (c10/cuda/CUDAFunctions.cpp)
         of_device = getattr(getattr(torch, "accelerator", None), "synchronize", None)  # since torch 2.6
-        waits = (torch.cuda.synchronize, torch.cuda.Event.synchronize, of_device)
-        codes = (each.__code__ for each in map(_innermost, waits) if inspect.isfunction(each))
+        waits: tuple[Any, ...] = (torch.cuda.synchronize, torch.cuda.Event.synchronize, of_device)
+        codes = (each.__code__ for each in map(inspect.unwrap, waits) if inspect.isfunction(each))
         self._last_call = LastCall(clock_ns, codes, self._count, (__file__,), _WAITS, self._begins)
         self._begun_ns: int | None = None
 
     @property
     def is_taken(self) -> bool:
-        """Whether the program uses the debug mode itself."""
         return self._get_mode() != 0
 
     def begin(self) -> None:
-        """Count from now on."""
         self._mode_before = self._get_mode()
         self._thread, self._process = threading.get_ident(), os.getpid()
         self._show = warnings.showwarning
@@ -131,7 +129,6 @@ class SyncLook:
         self._others.clear()
 
     def sighting(self) -> SyncSighting:
-        """What was seen."""
         places = tuple((call.at, count) for call, count in self._places.most_common())
         return SyncSighting(self.steps, self._places.total(), places)
 
@@ -210,7 +207,8 @@ def _pass_on(caught: Sequence[_Warning]) -> None:
     """Warn again, as the modules that warned, so that the user's filters and what was shown before count as ever."""
     if not caught:
         return
-    modules = {space.get("__file__"): space for each in list(sys.modules.values()) if (space := _globals_of(each))}
+    spaces: list[dict[str, Any]] = [getattr(each, "__dict__", {}) for each in list(sys.modules.values())]
+    modules = {space.get("__file__"): space for space in spaces if space}
     strangers: dict[str, dict[str, Any]] = {}
     for message, category, filename, lineno in caught:
         space = modules.get(filename) or strangers.setdefault(filename, {"__name__": filename.removesuffix(".py")})
@@ -219,7 +217,3 @@ def _pass_on(caught: Sequence[_Warning]) -> None:
             warnings.warn_explicit(message, category, filename, lineno, space["__name__"], registry)
         except Exception:
             log.debug("a warning that the filters make an error came too late to be raised", exc_info=True)
-
-
-def _globals_of(module: Any) -> dict[str, Any]:
-    return getattr(module, "__dict__", {})

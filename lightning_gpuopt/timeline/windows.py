@@ -25,7 +25,6 @@ class BoundedSeries(Generic[T]):
         self._per_item = 1
 
     def add(self, item: T) -> None:
-        """Add what comes after the others."""
         if self.items and self.in_last < self._per_item:
             self.items[-1] = self._joined(self.items[-1], item)
             self.in_last += 1
@@ -40,8 +39,6 @@ class BoundedSeries(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A stretch of the run."""
-
     start_s: float  # since the timeline's start
     times: PhaseTimes
     gpu_utilization: float | None = None  # NVML's of this rank's GPU meanwhile, 0-100 %; None: none

@@ -54,36 +54,25 @@ _OWN: Final = frozenset({"collate_fn", "gpuopt_clock", "_looking", "_meter", "_n
 
 
 class _Meter:
-    """What a worker knows of its batches; of its own class, since setting an attribute of a TimedCollate is dear.
-
-    ``row`` is a memoryview, which is read and set faster than the ctypes array behind it, from field ``number`` on.
-    ``fetch_began`` is when the fetch under way began, in nanoseconds, ``fetch_cpu`` the thread's CPU clock then; 0 when
-    that is not known. ``skip`` batches go without a reading of the CPU clock; ``data_share`` and ``collate_share`` are
-    CPU time over wall time in the batches that were measured in full.
-    """
+    """What a worker knows of its batches; of its own class, since setting an attribute of a TimedCollate is dear."""
 
     __slots__ = (
-        "_measured",
-        "_random",
-        "collate_share",
-        "data_share",
-        "fetch_began",
-        "fetch_cpu",
-        "number",
-        "row",
-        "skip",
+        *("_measured", "_random", "collate_share", "data_share", "fetch_began", "fetch_cpu", "number", "row", "skip"),
     )
 
     def __init__(self, number: int, block: Any) -> None:
         self.number = number
+        # a memoryview is read and set faster than the ctypes array behind it
         self.row = memoryview(block).cast("B").cast("d")[number : number + _FIELDS]
-        self.fetch_began = self.fetch_cpu = self.skip = 0
-        self.data_share = self.collate_share = 0.0
+        self.fetch_began = self.fetch_cpu = (
+            0  # of the fetch under way: nanoseconds, and of the thread's CPU; 0: unknown
+        )
+        self.skip = 0  # batches that go without a reading of the CPU clock
+        self.data_share = self.collate_share = 0.0  # CPU over wall time in batches that were measured in full
         self._measured = [0, 0, 0, 0]
         self._random = random.Random(0)  # the global one is the program's
 
     def add_batch(self, took_ns: int) -> None:
-        """A batch was made in so many nanoseconds."""
         row = self.row
         row[_SQUARES] += took_ns**2
         row[_BINS + _bin_of(took_ns if 0 < took_ns < _MAX_NS else _MAX_NS)] += 1
@@ -162,7 +151,6 @@ class TimedCollate:
         self._looking: WorkerLook | None = None
 
     def __call__(self, *samples: Any, **options: Any) -> Any:
-        """Collate, and note how long that and the access to the samples took."""
         meter = self._meter
         if meter is None:
             if self.gpuopt_clock is None or (number := self._find_row()) < 0:
@@ -287,9 +275,8 @@ class TimedCollate:
 
     def __getstate__(self) -> dict[str, Any]:
         # Shared memory can be handed to a process that is being started, and to nobody else.
-        if context.get_spawning_popen() is None:
-            return {"collate_fn": self.collate_fn, "gpuopt_clock": None}
-        return {"collate_fn": self.collate_fn, "gpuopt_clock": self.gpuopt_clock}
+        clock = self.gpuopt_clock if context.get_spawning_popen() is not None else None
+        return {"collate_fn": self.collate_fn, "gpuopt_clock": clock}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -50,7 +50,6 @@ class WorkerStacks:
         self._head[_WANTED] = float(self._asked << 16 | (_OF_EPOCHS if before_first_batch else 0) | worker + 1)
 
     def end(self) -> None:
-        """Have nobody sample any more."""
         self._head[_WANTED] = 0.0
 
     @property
@@ -71,10 +70,8 @@ class WorkerStacks:
     def give(self, stacks: tuple[Stack, ...]) -> None:
         """Leave stacks for the training process; called in a worker. Those that do not fit are left out."""
         rows = [[[astuple(call) for call in each.calls], each.seconds, each.samples] for each in stacks[:_MAX_STACKS]]
-        text = json.dumps([os.getpid(), rows]).encode()
-        while len(text) > _BYTES:
+        while len(text := json.dumps([os.getpid(), rows]).encode()) > _BYTES:
             rows = rows[: len(rows) // 2]
-            text = json.dumps([os.getpid(), rows]).encode()
         self._head[_LENGTH] = 0.0
         self._text[: len(text)] = text
         self._head[_CHECK] = float(zlib.crc32(text))
@@ -82,10 +79,7 @@ class WorkerStacks:
 
 
 class WorkerLook:
-    """Samples the thread that calls :meth:`batch_begins`, whenever the training process has asked for it.
-
-    ``busy`` tells whether the worker is at a batch, rather than waiting for one.
-    """
+    """Samples the thread that calls :meth:`batch_begins` when it is asked to; ``busy``: whether it is at a batch."""
 
     def __init__(
         self, stacks: WorkerStacks, worker: int, busy: Callable[[], bool], batches: Callable[[], float]

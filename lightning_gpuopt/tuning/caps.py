@@ -42,10 +42,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a node still has for the workers of all its ranks, in this process's cgroup; None where it is not known.
-
-    ``cpus`` may be a fraction; ``processes`` counts threads, too.
-    """
+    """What this cgroup still has for workers of all ranks of the node; processes count threads; None: not known."""
 
     cpus: float
     memory_bytes: int | None = None
@@ -70,10 +67,7 @@ def worker_cap(
     prefetch_factor: int = 2,
     keep: bool = False,
 ) -> Cap:
-    """The most workers that one rank's loader should have; ``max_num_workers=None`` is min(32, 8 × usable CPUs).
-
-    ``keep``: of workers that run already, how many may stay. Only what is really short counts then, and no reserve.
-    """
+    """The most workers that one rank's loader should have; with ``keep``, that may stay: no reserve counts then."""
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps = [Cap(sys.maxsize if keep else most, "max_num_workers")]
     of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, PART_OF_SHARED_MEMORY)

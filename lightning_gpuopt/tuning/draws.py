@@ -22,11 +22,9 @@ class DrawWatch:
 
     @property
     def seen(self) -> bool:
-        """Whether a worker has drawn."""
         return self._flag is not None and self._flag[0] != 0
 
     def around(self, collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """A ``collate_fn`` around this one that detects draws."""
         if self._flag is None:
             self._flag = mmap.mmap(-1, 1)  # shared with forked workers
         if not isinstance(collate_fn, TimedCollate):

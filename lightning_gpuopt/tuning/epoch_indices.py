@@ -9,18 +9,14 @@ from typing import Any
 
 
 class EpochIndices:
-    """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other.
-
-    ``due`` indices the user's own number of workers would have asked for by now, of which ``drawn`` have been; more may
-    be drawn if ``ahead()``. ``waiting`` are those that no segment was given, and with ``ended`` there are no more.
-    """
+    """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other."""
 
     def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
-        self.due = due
+        self.due = due  # indices that the user's own number of workers would have asked for by now
         self._sampler = sampler
-        self.ahead = ahead
+        self.ahead = ahead  # whether more than those may be drawn
         self._iterator: Iterator[Any] = iter(())
-        self.waiting: deque[Any] = deque()
+        self.waiting: deque[Any] = deque()  # drawn, and given to no segment
         self.drawn = 0
         self.ended = False
         self._error: Exception | None = None
@@ -29,7 +25,6 @@ class EpochIndices:
             self._length = len(sampler)
 
     def begin(self) -> None:
-        """Iterate the sampler."""
         self._iterator = iter(self._sampler)
 
     def __len__(self) -> int:
@@ -83,20 +78,15 @@ class EpochIndices:
 
 
 class RestOfEpoch:
-    """The sampler of one segment: the rest of the epoch, until the segment is stopped.
-
-    ``given`` is what it gave and whose batches have not come, ``refused`` how often it was asked too early. With
-    ``begins`` iterating it iterates the user's sampler.
-    """
+    """The sampler of one segment: the rest of the epoch, until the segment is stopped."""
 
     def __init__(self, indices: EpochIndices, *, begins: bool) -> None:
         self.begin(indices, begins=begins)
 
     def begin(self, indices: EpochIndices, *, begins: bool) -> None:
-        """Begin an epoch."""
-        self.indices, self.begins = indices, begins
-        self.given: deque[Any] = deque()
-        self.stopped, self.refused = False, 0
+        self.indices, self.begins = indices, begins  # ``begins``: iterating it iterates the user's sampler
+        self.given: deque[Any] = deque()  # what it gave, and whose batches have not come
+        self.stopped, self.refused = False, 0  # ``refused``: how often it was asked too early
 
     def __len__(self) -> int:
         return len(self.indices)

@@ -155,7 +155,6 @@ class _Finder:
         return replace(result, prefetch_factor=self._prefetch, persistent_workers=True)
 
     def _cap(self) -> Cap:
-        """The most workers that fit, by what the trials so far have seen."""
         tensors = max((each.batch_tensors for each in self._seen), default=0)
         files = files_left(files_wanted(most_workers(self._cpus), self._prefetch, tensors))
         return worker_cap(

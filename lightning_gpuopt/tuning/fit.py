@@ -11,13 +11,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import persistent_iterator
-from lightning_gpuopt.compat.lightning import (
-    Trainer,
-    say_once,
-    silence_worker_hint,
-    train_iterators,
-    train_loaders,
-)
+from lightning_gpuopt.compat.lightning import Trainer, say_once, silence_worker_hint, train_iterators, train_loaders
 from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.tuning.tuned_loader import FinderOptions, TunedLoader, why_left
@@ -55,14 +49,10 @@ class TunedFit:
 
     @property
     def first_num_workers(self) -> int | None:
-        """``num_workers`` of the first training loader; None where it has none, or is not known yet."""
         return next((getattr(loader, "num_workers", None) for loader in train_loaders(self.trainer)), None)
 
     def restore(self) -> None:
-        """Use the choices of a checkpoint; some strategies load it after the loaders were iterated.
-
-        One that is loaded in mid-fit, as a search for a learning rate does, changes nothing.
-        """
+        """Use a checkpoint's choices, also where it is loaded after the first iteration; never in mid-fit."""
         if self._under_way:
             return
         for index, choice in self._restored().items():
@@ -70,7 +60,6 @@ class TunedFit:
                 self._tuned[index].restore(choice)
 
     def epoch_begins(self) -> None:
-        """The loaders are about to be iterated."""
         loaders = train_loaders(self.trainer)
         self._let_go(loaders)
         for loader in [each for each in loaders if self._watches(each)]:
@@ -112,7 +101,6 @@ class TunedFit:
     # -- following the loaders, and their iterators
 
     def loader_seen(self, seen: SeenLoader) -> None:
-        """Tune a loader once it is iterated; the registry calls it."""
         if not seen.is_training:
             return
         try:
@@ -125,14 +113,12 @@ class TunedFit:
             self._fail(error)
 
     def iterator_wanted(self, loader: DataLoader[Any]) -> Callable[[Create], Any] | None:
-        """Set the number of workers of a loader under tuning; the registry calls it."""
         if not self._watches(loader):
             return None
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return None if tuned is None else tuned.iterator_wanted()
 
     def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
-        """For an iterator for somebody else; the registry calls it."""
         tuned = self._tuned_of(loader)
         return nullcontext() if tuned is None else tuned.managed.as_given()
 

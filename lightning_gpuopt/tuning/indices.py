@@ -23,10 +23,7 @@ _USUAL_BATCH = 32  # assumed batch size of a batch sampler from which it cannot 
 
 
 def walk(length: int, *, in_order: bool, seed: int | None = None) -> Iterator[int]:
-    """Endless numbers from 0 to ``length - 1``, each once before any comes again: in order, or as a shuffle has them.
-
-    The seed decides where they begin, and in which order; without one that is another each time.
-    """
+    """Endless numbers below ``length``, each once before any repeats; without ``seed`` begun elsewhere each time."""
     if seed is None:  # not from Python's, NumPy's or torch's global random state
         seed = int.from_bytes(os.urandom(7), "little")
     first = seed % length if in_order else 0
@@ -40,11 +37,7 @@ def walk(length: int, *, in_order: bool, seed: int | None = None) -> Iterator[in
 
 
 def own_sampling(loader: DataLoader[Any], iterable: bool = False) -> dict[str, Any]:
-    """The arguments of a DataLoader that reads this loader's dataset in an endless order of our own.
-
-    ValueError where it cannot be tried: no DataLoader, an ``IterableDataset`` unless ``iterable``, or a dataset without
-    samples that are numbered from 0.
-    """
+    """Arguments of a DataLoader that reads this dataset in an endless order of ours; ValueError: it cannot be tried."""
     if not isinstance(loader, DataLoader):
         refuse("dataloader", "a torch.utils.data.DataLoader", loader, wrong_type=True)
     if isinstance(loader.dataset, IterableDataset):

@@ -25,40 +25,33 @@ _ANOTHER_STEP: Final = 0.25  # relative change of the step time after which earl
 
 @dataclass(frozen=True, slots=True)
 class LoaderStats:
-    """Steps with the same number of workers; times are per step, and None is not known.
-
-    ``wait_s`` does not include the cost of taking a finished batch. ``busy``: batches that were being made, or waited
-    for a worker, when the consumer came for one. ``batch_tensors``: files that a batch keeps open.
-    """
+    """Steps with the same number of workers; times are per step, and None is not known."""
 
     step_s: float
-    wait_s: float
-    busy: float | None = None
+    wait_s: float  # without the cost of taking a finished batch
+    busy: float | None = None  # batches in the making, or waiting for a worker, when the consumer came for one
     worker_cpu_s: float | None = None
     consumer_cpu_s: float = 0.0
     batch_bytes: float = 0.0
-    batch_tensors: int = 0
+    batch_tensors: int = 0  # files that a batch keeps open
 
 
 class LivePolicy:
-    """Decides, window by window, on the ``num_workers`` that should run; ``settled`` while nothing is being tried.
-
-    ``cpus`` are for the loader and its consumer; a wait or a gain below ``tolerance``, a share of the step, does not
-    count. The next window is of ``window`` steps, after ``skip`` steps in which nothing can be learned.
-    """
+    """Decides, window by window, on the ``num_workers`` that should run."""
 
     def __init__(self, num_workers: int, *, cpus: float, tolerance: float = 0.05, prefetch_factor: int = 2) -> None:
         self.num_workers = num_workers
-        self.settled = False
+        self.settled = False  # nothing is being tried
         self.limited_by: LimitedBy = "consumer"
-        self._cpus = cpus
-        self._tolerance = tolerance
+        self._cpus = cpus  # for the loader and its consumer
+        self._tolerance = tolerance  # share of the step below which a wait or a gain does not count
         self._prefetch_factor = prefetch_factor
         self._trials: dict[int, Trial] = {}
         self._before: tuple[int, LoaderStats] | None = None
         self._settled_step_s: float | None = None
         self._ceiling: tuple[int, LimitedBy] | None = None
         self._floor, self._idle, self._look_again = 1, False, _LOOK_AGAIN
+        # the next window is of ``window`` steps, after ``skip`` steps in which nothing can be learned
         self.skip, self.window = max(num_workers, 2), _window(num_workers)
 
     @property
@@ -82,16 +75,12 @@ class LivePolicy:
         return self._settle(earlier)
 
     def set(self, num_workers: int, *, settle: bool = False) -> None:
-        """Set the number that actually runs: fewer could be started, or other ranks need more.
-
-        ``settle``: leave it so for a while; else measure whether it is right.
-        """
+        """Set the number that actually runs; ``settle``: leave it so for a while, else measure whether it is right."""
         self._change(num_workers, None)
         if settle:
             self.settled, self.skip = True, _LOOK_AGAIN_AT_LAST
 
     def wake(self) -> None:
-        """Measure again soon, as something around the loader has changed."""
         if self.settled:
             self.settled, self.skip, self.window = False, 0, _window(self.num_workers)
 

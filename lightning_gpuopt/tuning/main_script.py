@@ -12,10 +12,7 @@ _NAMES: Final = ("__main__", "__mp_main__")  # of the program, and of its script
 
 
 def script_run_again() -> Path | None:
-    """The script that a process started by spawn or forkserver runs again; None where ``multiprocessing`` runs none.
-
-    Such as in a notebook, under ``python -c``, and for the ``__main__.py`` of a package, as of ``python -m pytest``.
-    """
+    """The script that a process started by spawn or forkserver runs again; None: none, as in a notebook or ``-c``."""
     main: Any = sys.modules.get("__main__")
     module = getattr(getattr(main, "__spec__", None), "name", None)  # of ``python -m``
     file = getattr(main, "__file__", None)

@@ -35,13 +35,7 @@ _LAST_EPOCH: Final = "it takes a new iterator of the loader, and this epoch is t
 
 
 class ManagedLoader:
-    """A training loader whose settings can be changed.
-
-    Args:
-        own: the number of workers that the user has given it; None: what is known of it.
-        measures: time its fetches from the first one on; else once its number of workers is changed.
-        wrapped: the program iterates it inside a loader of its own, maybe on a thread: nothing is changed *now*.
-    """
+    """A training loader whose settings can be changed."""
 
     def __init__(
         self,
@@ -51,10 +45,10 @@ class ManagedLoader:
         max_num_workers: int | None = None,
         tolerance: float = 0.05,
         exact: bool = False,
-        own: int | None = None,
+        own: int | None = None,  # workers that the user has given it; None: as far as is known of it
         num_workers: int | None = None,
-        measures: bool = False,
-        wrapped: bool = False,
+        measures: bool = False,  # time its fetches from the first one on; else once its number of workers is changed
+        wrapped: bool = False,  # the program iterates it inside a loader of its own, maybe on a thread: not *now*
     ) -> None:
         self._wrapped = wrapped
         self.own_workers = own_workers(loader) if own is None else own
@@ -77,20 +71,14 @@ class ManagedLoader:
 
     def _note_given(self, loader: DataLoader[Any]) -> None:
         factor = (loader.prefetch_factor or 2) if self.own_workers else None
-        self._given = {
-            "num_workers": self.own_workers,
-            "prefetch_factor": factor,
-            "pin_memory": loader.pin_memory,
-        }
+        self._given = {"num_workers": self.own_workers, "prefetch_factor": factor, "pin_memory": loader.pin_memory}
 
     def go_on_with(self, loader: DataLoader[Any]) -> None:
-        """Continue with a loader that replaces this one, and has its own number of workers yet."""
         self._note_given(loader)
         self.running.go_on_with(loader)
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """As given; it is held weakly, and there for whoever asks."""
         return self.running.loader
 
     # -- what may be changed, and when
@@ -101,7 +89,7 @@ class ManagedLoader:
             return True
         return getattr(self.loader, setting, None)
 
-    def when(self, setting: str, value: Any, *, last_epoch: bool = False) -> str:
+    def when(self, setting: str, value: Any) -> str:
         """When a change would take effect: ``"now"``, ``"with the next iterator"`` or ``"refused because ..."``."""
         try:
             reason = self._why_not(setting, value)
@@ -109,8 +97,6 @@ class ManagedLoader:
             reason = f"it cannot be inspected: {type(error).__name__}: {error}"
         if reason is None and self._comes_now(setting):
             return NOW
-        if reason is None and last_epoch:
-            reason = _LAST_EPOCH
         return NEXT if reason is None else f"refused because {reason}"
 
     def _is_by_trial(self, setting: str) -> bool:
@@ -143,11 +129,7 @@ class ManagedLoader:
         return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
 
     def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
-        """Change a setting: True where that is in effect, False where it will be with the next iterator.
-
-        Raises:
-            CannotChange: it has to stay as it is.
-        """
+        """Change a setting: True where that is in effect, False where the next iterator brings it; or CannotChange."""
         if self._is_by_trial(setting) and self._seen is None and self._why_not(setting, value, tried=True) is None:
             self._seen = (why_not_other_workers(self.loader, exact=self._exact),)
         if (reason := self._why_not(setting, value)) is not None:
@@ -172,14 +154,12 @@ class ManagedLoader:
             self._returns.add(setting)
 
     def is_waiting(self, setting: str, iterator: Any) -> bool:
-        """Whether a change waits for the next iterator."""
         if setting == "num_workers" and iterator is not None:
             return setting in self._next or running_workers(self.loader, iterator) != self.loader.num_workers
         return setting in self._next
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing waits for the next iterator."""
         return not self._next
 
     @property
@@ -325,7 +305,6 @@ class ManagedLoader:
             setattr(loader, setting, value)
 
     def _first_workers(self, workers: int) -> None:
-        """Change from no workers to some."""
         loader, running = self.loader, self.running
         if (reason := self._why_not("num_workers", workers)) is not None:
             raise CannotChange(reason)

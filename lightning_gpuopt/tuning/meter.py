@@ -44,7 +44,6 @@ class FetchMeter:
         self._bytes, self._tensors = 0.0, 0
 
     def sleep(self) -> None:
-        """Measure nothing until :meth:`begin`."""
         self.begin(_NEVER, self._window)
 
     def epoch_begins(self, skip: int) -> None:
@@ -54,7 +53,6 @@ class FetchMeter:
             self._last = None
 
     def fetch(self, iterator: Any, take: Callable[[], Any]) -> Any:
-        """Take a batch, and time that."""
         workers = workers_of(iterator)
         ready, busy = lies_ready(iterator), in_the_making(iterator)
         began = self._clock()

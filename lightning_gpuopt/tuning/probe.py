@@ -51,10 +51,7 @@ def run_trial(
     step_time_s: float,
     deadline_s: float,
 ) -> Measured:
-    """Measure a copy of the loader with so many workers and samples from ``own_sampling``; no worker is left.
-
-    Raises OutOfTime where the deadline, by ``time.perf_counter``, comes first, and whatever the dataset raises.
-    """
+    """Measure so many workers, of which none is left; OutOfTime: nothing came by ``deadline_s`` (``perf_counter``)."""
     clock = WorkerClock()
     began_s, iterator = time.perf_counter(), None
     try:
@@ -167,8 +164,6 @@ def _stop(iterator: Any, grace_s: float) -> None:
 
 @dataclass
 class _TrialReading:
-    """The consumer of one trial."""
-
     iterator: Any
     clock: WorkerClock
     workers: int

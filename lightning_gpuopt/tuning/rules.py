@@ -27,28 +27,22 @@ class CannotChange(Exception):
 
 @dataclass(frozen=True)
 class AskedChange:
-    """A change of an argument that somebody wants, and what is known of the loader.
-
-    ``own_workers``: the user's number. ``start``: what its running workers got a copy of, where that is known.
-    ``dataset_changes``: it was another one at the last two starts of an epoch. ``before_first``: it was never iterated.
-    """
+    """A change of an argument that somebody wants, and what is known of the loader."""
 
     loader: DataLoader[Any]
     setting: str
     value: Any
-    own_workers: int
-    start: WorkersStart | None = None
-    dataset_changes: bool = False
-    before_first: bool = False
+    own_workers: int  # the user's number
+    start: WorkersStart | None = None  # what its running workers got a copy of, where that is known
+    dataset_changes: bool = False  # it was another one at the last two starts of an epoch
+    before_first: bool = False  # the loader was never iterated
 
     @property
     def adds_first(self) -> bool:
-        """Whether a loader without workers would get some."""
         return self.setting == "num_workers" and not self.own_workers and bool(self.value)
 
     @property
     def adds(self) -> bool:
-        """Whether a loader with workers would get more."""
         return self.setting == "num_workers" and 0 < self.loader.num_workers < self.value
 
 

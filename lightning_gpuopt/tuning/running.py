@@ -26,14 +26,7 @@ from lightning_gpuopt.measurements.loader_model import most_workers, net_saving
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.telemetry.memory_watch import MemoryWatch
 from lightning_gpuopt.telemetry.resources import worker_memory
-from lightning_gpuopt.tuning.caps import (
-    FILES_OF_A_WORKER,
-    THREADS_OF_A_WORKER,
-    Cap,
-    files_wanted,
-    room,
-    worker_cap,
-)
+from lightning_gpuopt.tuning.caps import FILES_OF_A_WORKER, THREADS_OF_A_WORKER, Cap, files_wanted, room, worker_cap
 from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.meter import FetchMeter, place
 from lightning_gpuopt.tuning.seen_order import SeenOrder
@@ -46,7 +39,6 @@ _FITS_FOR_S: Final = 5.0  # seconds between two checks of the memory left for th
 
 
 def _resizes(iterator: Any) -> bool:
-    """Whether the number of an iterator's workers can be changed while it runs."""
     return bool(getattr(type(iterator), "resizes", False))
 
 
@@ -103,12 +95,10 @@ class RunningLoader:
 
     @property
     def order(self) -> SeenOrder:
-        """What was seen of its sampler."""
         return self.shared.order
 
     @property
     def draws(self) -> bool:
-        """Whether a worker of it has drawn random numbers."""
         return self.shared.draws.seen
 
     @property
@@ -238,7 +228,6 @@ class RunningLoader:
             self.look()
 
     def _why_not_live(self) -> str | None:
-        """Why workers should not be started in the running epoch; None where they may."""
         if self._grow_at_epochs is not None:
             return self._grow_at_epochs
         context: Any = self.loader.multiprocessing_context or torch.multiprocessing.get_context()
@@ -259,7 +248,6 @@ class RunningLoader:
         return wanted
 
     def freeze(self) -> None:
-        """Stop measuring: the choice is final."""
         self.frozen = True
         self.meter.sleep()
 
@@ -284,10 +272,7 @@ class RunningLoader:
         return cap if cap.num_workers < self.loader.num_workers else None
 
     def cap(self, *, keep: bool = False, beside: bool = False) -> Cap:
-        """The most workers that fit here now, in place of the running ones, or ``beside`` them.
-
-        With ``keep`` as many as may stay: more may stay than may be started.
-        """
+        """The most workers that fit here now, or fit ``beside`` the running ones; with ``keep``, that may stay."""
         running = None if beside else self._iterator
         workers = workers_of(running)
         factor = int(self.loader.prefetch_factor or 2)
@@ -398,10 +383,7 @@ class RunningLoader:
         return saved_s > -set_up_s
 
     def before_epoch(self, prefetch_factor: int | None = None) -> bool:
-        """The loop is about to begin an epoch: of workers that persist, other ones may begin it.
-
-        False where they stay, and with them their settings: their dataset is another by now.
-        """
+        """Before an epoch, replace persisting workers as needed; False where they stay, since the dataset changed."""
         loader = self.loader
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
         iterator: Any = persistent_iterator(loader)
@@ -435,7 +417,6 @@ class RunningLoader:
 
 
 def assign(loader: DataLoader[Any], num_workers: int) -> None:
-    """Set a loader's ``num_workers``, and the arguments that depend on it."""
     loader.num_workers = num_workers
     if not num_workers:
         loader.prefetch_factor = None

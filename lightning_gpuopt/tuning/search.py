@@ -78,7 +78,6 @@ class Search:
         return NumWorkersResult(_count(chosen), trials, limited_by, chosen.trial.batches_per_s)
 
     def _untried(self, cap: Cap) -> int | None:
-        """A number that may be better than those that were tried."""
         more = self._more(cap)
         return self._fewer(cap) if more is None else more
 
@@ -109,10 +108,7 @@ class Search:
         return math.isqrt(least * count) if count >= _TOO_MANY * least else None
 
     def _again(self, cap: Cap) -> int | None:
-        """A rival of the chosen number that may have been disturbed: the one with the fewest trials, the best of those.
-
-        Rivals are smaller numbers that could give as many batches by a worker's time, and the best of the larger ones.
-        """
+        """A rival of the chosen number that may have been disturbed: of those with the fewest trials the best."""
         within = self._within(cap)
         enough = self._enough(within)
         as_good, number, least = self._as_good * _rate(enough), _count(enough), self._least(enough)
@@ -156,7 +152,6 @@ class Search:
         return _rate(measured) * measured.consumer_s >= self._as_good
 
     def _cpu_share(self, measured: Measured) -> float:
-        """How much of the CPUs was in use, 0-1."""
         return (measured.cpu_s + measured.consumer_cpu_s) * measured.trial.batches_per_s / self._cpus
 
 

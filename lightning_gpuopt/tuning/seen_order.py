@@ -62,15 +62,12 @@ _UNSEEN: Final = "holds too much to see for each batch whether it reads what tra
 
 
 class SeenOrder:
-    """What was seen of a loader's order: whether it is known ahead, or depends on when it is asked for.
-
-    ``bound`` is why its indices must be asked for when they would have been, as the end of a sentence about it.
-    """
+    """What was seen of a loader's order: whether it is known ahead, or depends on when it is asked for."""
 
     def __init__(self) -> None:
         self.turns = 0  # batches handed out since it is watched
         self.is_list = False  # the sampler gave what is there as a whole when the iteration begins
-        self.bound: str | None = None
+        self.bound: str | None = None  # why indices must be asked for in their turn, as the end of a sentence about it
         self._keeps_place = False  # iterating it changes its own state
         self._was_left = False  # the last epoch, before its end
         self._kind: type | None = None
@@ -146,7 +143,6 @@ class _Watched:
         return self._rest(numbers)
 
     def note(self, numbers: Any) -> None:
-        """Note what the sampler gave as it was iterated."""
         is_list = type(numbers) in _LISTS
         self._order.is_list = is_list or getattr(numbers, "gi_code", None) in _CODES
         self._is_known = self._known or self._order.is_list
@@ -265,17 +261,13 @@ def _inner_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _is_known(sampler: Any) -> bool:
-    """Whether the order of a whole epoch is there as it begins, by what the sampler is."""
     if type(sampler).__module__.startswith("torchdata."):
         return True
     return _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (tuple, range, *_WRITABLE)
 
 
 def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a sampler is of these, or of a class that derives from one and has its ``__iter__``.
-
-    Those of torchdata iterate as torch's, and count.
-    """
+    """Whether a sampler is of one of these classes and has its ``__iter__``; torchdata's iterate as torch's do."""
     own = getattr(type(sampler), "__iter__", None)
     counts = type(sampler).__module__.startswith("torchdata.")
     return any(isinstance(sampler, kind) and (counts or own is vars(kind).get("__iter__")) for kind in kinds)

@@ -61,7 +61,6 @@ class Segment:
 
     @property
     def can_be_asked_again(self) -> bool:
-        """Whether this torch has what it takes."""
         return hasattr(self.batches, "_try_put_index")
 
     def drain(self) -> None:

@@ -55,14 +55,10 @@ class Segments:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> Segments:
-        """Those of a loader."""
-        if loader not in _shared:
-            _shared[loader] = Segments()
-        found: Segments = _shared[loader]
+        found: Segments = _shared.setdefault(loader, Segments())  # type: ignore[no-untyped-call]
         return found
 
     def end_kept(self) -> None:
-        """End the workers that were to live on."""
         kept, self.kept = self.kept, None
         if kept is not None:
             shut_down(kept.batches)
@@ -74,24 +70,19 @@ _shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
 class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
     """Iterates a DataLoader whose number of workers can change meanwhile; samples and their order are the loader's.
 
-    Args:
-        loader: over a map-style dataset; its ``num_workers`` is how many it begins with.
-        create: makes a segment's iterator by what it is called with, which it calls where the loader would make one.
-        own_workers: the number that the user has given.
-        depth: batches that the loader asks for ahead as the user has set it; 0: it has no workers.
-        changed: says whether the dataset is another than as the epoch began, as these samples see it or, of None, at
-            all: then no others take over from workers, and the training process from those that stand in for it.
+    ``changed`` says whether the dataset is another than as the epoch began, as these samples see it or, of None, at
+    all: then no others take over from workers, and the training process from those that stand in for it.
     """
 
     resizes = True
 
     def __init__(
         self,
-        loader: DataLoader[Any],
-        create: Callable[[Make], Any],
+        loader: DataLoader[Any],  # over a map-style dataset; it begins with its ``num_workers``
+        create: Callable[[Make], Any],  # makes a segment's iterator, with the given one where the loader would make it
         *,
-        own_workers: int,
-        depth: int,
+        own_workers: int,  # that the user has given
+        depth: int,  # batches that the loader asks for ahead as the user has set it; 0: it has no workers
         changed: Callable[[Iterable[Any] | None], bool] = lambda samples: False,
     ) -> None:
         self._loader = weakref.ref(loader)
@@ -149,7 +140,6 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     @property
     def prefetch_factor(self) -> int | None:
-        """Batches that each of them prepares ahead."""
         return self._segments[-1].loader.prefetch_factor
 
     @property
@@ -238,7 +228,6 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     @property
     def _has_begun(self) -> bool:
-        """Whether a batch of this epoch was asked for."""
         return self._indices.due > self._depth
 
     def _count_turn(self) -> None:
@@ -467,10 +456,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
 @contextmanager
 def without_hint(workers: int, own_workers: int) -> Iterator[None]:
-    """What is measured is no reason to warn of more workers than CPUs.
-
-    Only where it would be: each change of the filters has Python show once more what it has shown once.
-    """
+    """Keep Python from warning of more workers than CPUs, where it would: changed filters show old warnings anew."""
     if workers == own_workers or workers <= usable_cpus():
         yield
         return
@@ -487,5 +473,4 @@ def _next_seed(generator: torch.Generator | None) -> int:
 
 
 def _samples(indices: Iterable[Any]) -> Iterator[Any]:
-    """The samples of these batches."""
     return chain.from_iterable(each if isinstance(each, (list, tuple)) else (each,) for each in indices)

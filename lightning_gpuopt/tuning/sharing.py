@@ -26,7 +26,6 @@ def own_workers(loader: DataLoader[Any]) -> int:
 
 
 def note_own_workers(loader: DataLoader[Any], own: int) -> None:
-    """Remember the user's own number of workers of a changed loader."""
     _own[loader] = own, loader.num_workers
 
 
@@ -38,7 +37,6 @@ def forks(loader: DataLoader[Any]) -> str | None:
 
 
 def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
-    """The loader's own ``collate_fn``, without the clock that we wrap around it."""
     collate: Any = loader.collate_fn
     return collate.collate_fn if isinstance(collate, TimedCollate) else collate
 
@@ -55,7 +53,6 @@ def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bo
 
 
 def held_by(loader: DataLoader[Any]) -> list[Held]:
-    """The parts of a loader that cannot simply be copied to its workers."""
     return state_of(loader).held
 
 
@@ -90,10 +87,7 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
 
 
 class WorkersStart:
-    """What a loader's workers get a copy of; the loader holds it, so that the dataset lives no longer than the loader.
-
-    ``own_workers`` is the number that the user has given it.
-    """
+    """What a loader's workers get a copy of; held by the loader, so that the dataset does not outlive it."""
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
         self._loader_ref = weakref.ref(loader)
@@ -102,13 +96,11 @@ class WorkersStart:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> WorkersStart | None:
-        """What was noted of the workers that the loader has started last."""
         start: WorkersStart | None = vars(loader).get(_START)
         return start
 
     @staticmethod
     def forget(loader: DataLoader[Any]) -> None:
-        """Its workers have ended."""
         vars(loader).pop(_START, None)
 
     def note(self, loader: DataLoader[Any]) -> None:

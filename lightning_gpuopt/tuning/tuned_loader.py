@@ -18,7 +18,6 @@ from lightning_gpuopt.tuning.find import find_num_workers
 from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.managed import DRAWS, ManagedLoader
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
-from lightning_gpuopt.tuning.running import RunningLoader
 from lightning_gpuopt.tuning.sharing import own_workers
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
@@ -46,8 +45,6 @@ class FinderOptions:
 
 
 class TunedLoader:
-    """A loader under tuning."""
-
     def __init__(
         self,
         trainer: Trainer,
@@ -94,6 +91,7 @@ class TunedLoader:
             num_workers=self._allowed(number),
             measures=not self._keeps_state,
         )
+        self.running = self.managed.running
         if restored is not None:
             self._raise_prefetch(restored.prefetch_factor)
         first = trainer.global_rank - trainer.local_rank
@@ -113,7 +111,6 @@ class TunedLoader:
             raise CannotChange(f"a loader with num_workers={self.before} alone: {reason}")
 
     def _why_no_first(self, loader: DataLoader[Any]) -> str | None:
-        """Why a loader that has no workers should have none; None where it may."""
         options = self._options
         longest_s = math.inf if options.mode == "live" else options.max_seconds
         seen = check_workers(loader, longest_s=longest_s, iterable=options.iterable, exact=options.exact)
@@ -160,11 +157,6 @@ class TunedLoader:
         most = self._options.max_num_workers
         return number if most is None else min(number, most)
 
-    @property
-    def running(self) -> RunningLoader:
-        """The loader's iterator and workers."""
-        return self.managed.running
-
     def begin(self) -> None:
         """Run the search (``"probe"``) or begin to measure (``"live"``); a restored choice is used as it is."""
         policy, options = self.running.policy, self._options
@@ -183,7 +175,6 @@ class TunedLoader:
 
     @property
     def choice(self) -> WorkersChoice:
-        """The choice so far."""
         policy, number = self.running.policy, self.running.num_workers
         settled, trials, limited_by = self.running.frozen or policy.settled, tuple(policy.trials), policy.limited_by
         if self._result is not None:
@@ -203,18 +194,13 @@ class TunedLoader:
         return maker
 
     def replace(self, loader: DataLoader[Any]) -> None:
-        """Replace the loader by a reloaded one, which goes on with the choice of the old one."""
         self._check(loader, self._dataset())
         self._dataset = weakly(loader.dataset)
         self.managed.go_on_with(loader)
         self._raise_prefetch(self._prefetch_factor)
 
     def step_done(self, iterator: Any) -> bool:
-        """Act on what the workers have reported since the last call: True where their number has changed.
-
-        Raises:
-            CannotChange: from now on the loader is left alone.
-        """
+        """Act on what workers have reported: True where their number has changed; CannotChange: leave it alone."""
         running = self.running
         before = running.loader.num_workers
         if self._keeps_state:
@@ -331,7 +317,6 @@ class TunedLoader:
             self._notify()
 
     def _raise_prefetch(self, factor: int | None) -> None:
-        """Raise ``prefetch_factor`` for later iterators, if the user's value is lower."""
         if self.managed.raise_prefetch(factor):
             self._prefetch_factor = factor
 
@@ -344,7 +329,6 @@ class TunedLoader:
         say_once(self._trainer, f"num-workers-{what}", f"NumWorkersFinder: {self._name}{text}")
 
     def _notify(self) -> None:
-        """Report and log a choice, once."""
         choice, trainer = self.choice, self._trainer
         if choice.num_workers == self._reported:
             return

@@ -46,17 +46,12 @@ _KEPT: Final = 1.5  # a batch that is read so many times as fast when it is read
 
 @dataclass(frozen=True, slots=True)
 class WorkersCheck:
-    """What a worker made of a loader.
+    """What a worker made of a loader."""
 
-    ``problem``: why the loader should go on without workers. ``draws``: reading samples draws from a random state of
-    the process; ``shuffles``: from that which the loader's sampler is seeded from, and so decides on the next shuffle.
-    ``making_s``: seconds that a batch takes to be made.
-    """
-
-    problem: str | None = None
-    shuffles: bool = False
-    draws: bool = False
-    making_s: float | None = None
+    problem: str | None = None  # why the loader should go on without workers
+    shuffles: bool = False  # reading draws from what the sampler is seeded from, and so decides on the next shuffle
+    draws: bool = False  # reading samples draws from a random state of the process
+    making_s: float | None = None  # seconds that a batch takes to be made
 
 
 def check_workers(
@@ -184,22 +179,16 @@ def _first_line(error: Exception) -> str:
 
 
 class _Seen(NamedTuple):
-    """What was seen in a worker beside a batch: the random state it drew from, and its change of the dataset.
+    """What was seen in a worker beside a batch."""
 
-    ``read_s``: seconds since the batch before. ``holds``: the dataset holds a random generator, perhaps made there.
-    """
-
-    drawn: Literal["torch", "another"] | None
-    change: str | None
-    read_s: float
-    holds: bool = False
+    drawn: Literal["torch", "another"] | None  # the random state that it drew from
+    change: str | None  # of the dataset
+    read_s: float  # seconds since the batch before
+    holds: bool = False  # the dataset holds a random generator, perhaps made there
 
 
 class _CheckingCollate:
-    """In place of a ``collate_fn``, in a worker: the batch, and what reading it has drawn, and has changed.
-
-    ``numbers`` are those of the samples in the second batch.
-    """
+    """In place of a ``collate_fn`` in a worker: the batch, and what reading it has drawn, and has changed."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], loader: DataLoader[Any], numbers: Sequence[int]) -> None:
         self._collate_fn = collate_fn
@@ -207,7 +196,7 @@ class _CheckingCollate:
         self._parts: Any = SimpleNamespace(
             dataset=loader.dataset, collate_fn=loader.collate_fn, worker_init_fn=loader.worker_init_fn
         )
-        self._numbers = numbers
+        self._numbers = numbers  # of the samples in the second batch
         self._random: tuple[torch.Tensor, RandomStates] | None = None
         self._generators: list[tuple[Any, Any]] | None = None
         self._held: DatasetState | None = None

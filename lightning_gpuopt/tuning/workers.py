@@ -34,23 +34,19 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a trial saw, per batch: wall and CPU time of a worker (``service_s``, ``cpu_s``), and the consumer's own.
-
-    ``unevenness``: variance of a worker's time over the square of its mean. ``batch_tensors``: files that a batch keeps
-    open. ``startup_s``: until the first batch of each worker, of which each used the CPU for ``startup_cpu_s``.
-    """
+    """What a trial saw, per batch."""
 
     trial: Trial
-    service_s: float
-    cpu_s: float
-    consumer_s: float
+    service_s: float  # wall time of a worker
+    cpu_s: float  # CPU time in it
+    consumer_s: float  # the consumer's own
     consumer_cpu_s: float
-    unevenness: float = 0.0
+    unevenness: float = 0.0  # variance of a worker's time over the square of its mean
     batch_bytes: float | None = None
-    batch_tensors: int = 0
+    batch_tensors: int = 0  # files that a batch keeps open
     worker_bytes: int | None = None
-    startup_s: float = 0.0
-    startup_cpu_s: float = 0.0
+    startup_s: float = 0.0  # until the first batch of each worker
+    startup_cpu_s: float = 0.0  # for which each used the CPU until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +85,15 @@ class NumWorkersResult:
 
 @dataclass(frozen=True)
 class WorkersChoice:
-    """What was chosen for a loader, for which the user had set ``before``; ``settled`` once the search was over.
-
-    ``making_s``: seconds that the training process would take to make a batch, where the user had set no workers.
-    """
+    """What was chosen for a loader."""
 
     num_workers: int
-    settled: bool
-    before: int
+    settled: bool  # the search is over
+    before: int  # what the user had set
     trials: tuple[Trial, ...] = ()
     limited_by: LimitedBy = "consumer"
     prefetch_factor: int | None = None
-    making_s: float | None = None
+    making_s: float | None = None  # for a batch in the training process, where the user had set no workers
 
     def __str__(self) -> str:
         ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"

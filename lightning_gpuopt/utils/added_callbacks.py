@@ -20,20 +20,17 @@ class AddedCallbacks:
         self._parts: list[Callback] = []
 
     def add(self, trainer: Trainer, owner: Callback, parts: Sequence[Callback]) -> None:
-        """Bring callbacks into a Trainer, from within the ``setup`` of their owner."""
         self._trainer, self._parts = trainer, list(parts)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         after = next(index for index, each in enumerate(callbacks) if each is owner) + 1
         callbacks[after:after] = self._parts
 
     def teardown(self, pl_module: LightningModule, stage: str) -> None:
-        """Have them leave at the end; for use in the owner's own ``teardown``."""
         for part in self._parts:
             part.teardown(self._trainer, pl_module, stage)
         self.leave()
 
     def on_exception(self, pl_module: LightningModule, exception: BaseException) -> None:
-        """Have them leave after an exception; for use in the owner's own ``on_exception``."""
         for part in self._parts:
             part.on_exception(self._trainer, pl_module, exception)
         self.leave()
@@ -43,7 +40,5 @@ class AddedCallbacks:
         if not self._parts:
             return
         callbacks = self._trainer.callbacks
-        for part in self._parts:
-            for index in [index for index, each in enumerate(callbacks) if each is part]:
-                del callbacks[index]
+        callbacks[:] = [each for each in callbacks if not any(each is part for part in self._parts)]
         self._trainer, self._parts = None, []

@@ -42,10 +42,7 @@ def real_number(
     at_most: float | None = None,
     or_none: bool = False,
 ) -> float:
-    """A finite number, numpy's included, as Python's float; else ValueError. ``or_none`` changes the text alone.
-
-    It must be larger than ``above``. :func:`or_none` lets None pass. ``what`` names the unit.
-    """
+    """A finite number, numpy's included, as Python's float; else ValueError. ``or_none`` changes the text alone."""
     expected = what
     expected += "" if above is None else f" above {above}"
     expected += "" if least is None else f", at least {least}"
@@ -73,12 +70,10 @@ def or_none(check: Callable[..., _R], name: str, value: object, what: str, **bou
 
 
 def or_auto(check: Callable[..., _R], name: str, value: object, *what: str, **bounds: float) -> _R | Literal["auto"]:
-    """``"auto"`` as it is; anything else as ``check`` takes it."""
     return "auto" if value == "auto" else check(name, value, *what, **bounds)
 
 
 def choice(name: str, value: _T, choices: Sequence[_T]) -> _T:
-    """One of a few words; else ValueError."""
     if not isinstance(value, str) or value not in choices:
         refuse(name, f"one of {', '.join(map(repr, choices))}", value)
     return value
@@ -92,14 +87,12 @@ def flag(name: str, value: object) -> bool:
 
 
 def function(name: str, value: Callable[..., _R] | None) -> Callable[..., _R] | None:
-    """Something that can be called, or None; else ValueError."""
     if value is not None and not callable(value):
         refuse(name, "a function, or None", value, wrong_type=True)
     return value
 
 
 def number_range(name: str, value: object, what: str, *, at_most: float | None = None) -> tuple[float, float]:
-    """Two numbers above 0, the smaller first; else ValueError."""
     if not isinstance(value, (tuple, list)) or len(value) != 2:
         refuse(name, f"two {what}, the smaller first", value)
     low, high = (real_number(name, each, what, above=0, at_most=at_most) for each in value)

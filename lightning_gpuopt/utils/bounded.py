@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Final, TypeVar
 
-__all__ = ["NoAnswerError", "undisturbed", "within"]
-
 T = TypeVar("T")
 
 _CLEAN_UP_S: Final = 2.0

@@ -19,7 +19,6 @@ class CallbackBase(Callback):
     _after_failure = "training continues"
 
     def _refuse_second(self, trainer: Trainer, kind: type[Callback], plural: str, why: str = "") -> None:
-        """Refuse a Trainer that has another callback of this kind; called in ``setup``."""
         if any(isinstance(each, kind) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
             raise MisconfigurationException(f"Two {plural} are in this Trainer. Expected one{why}. Take one away.")
 
@@ -35,7 +34,6 @@ class CallbackBase(Callback):
         return str(error).startswith("DataLoader worker (pid")  # torch's handler of signals raises anywhere
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what is under way: what is copied or sent to another process is a callback at rest."""
         state = {name: value for name, value in vars(self).items() if name not in _BOUND_TO_THE_MODEL}
         return state | self._at_rest()
 

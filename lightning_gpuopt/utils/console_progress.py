@@ -16,24 +16,20 @@ LINE_INTERVAL_S: Final = 10.0
 
 
 class ConsoleProgress:
-    """Shows what is done, rates and the time left: a bar, or with ``lines`` a line now and then without a terminal.
-
-    ``total`` is None where it is not known; ``done`` is what an earlier run has done. A bar is shown after ``after_s``
-    seconds, on stderr (``console`` None), and with ``transient`` erased at the end.
-    """
+    """Shows what is done, rates and the time left: a bar, or a line now and then."""
 
     def __init__(
         self,
-        total: int | None,
-        done: int = 0,
+        total: int | None,  # None: not known
+        done: int = 0,  # by an earlier run
         *,
         what: str = "build",
         unit: str = "samples",
         enabled: bool = True,
-        lines: bool = True,
-        after_s: float = 0.0,
-        transient: bool = False,
-        console: Console | None = None,
+        lines: bool = True,  # now and then without a terminal
+        after_s: float = 0.0,  # before that no bar is shown
+        transient: bool = False,  # the bar is erased at the end
+        console: Console | None = None,  # None: on stderr
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console(stderr=True)
@@ -61,21 +57,17 @@ class ConsoleProgress:
     def add(self, number: int, num_bytes: int = 0) -> None:
         """Count what is done, and its bytes; from any thread."""
         with self._lock:
-            self._add(number, num_bytes)
-
-    def _add(self, number: int, num_bytes: int) -> None:
-        self._done += number
-        self._bytes += num_bytes
-        if self._bar is None:
-            self._show_bar()
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=self._before + self._done)
-        elif self._enabled and not self._console.is_terminal and self._clock() - self._line_at >= LINE_INTERVAL_S:
-            self._line_at = self._clock()
-            self._console.print(self._line(self._line_at), highlight=False, soft_wrap=True)
+            self._done += number
+            self._bytes += num_bytes
+            if self._bar is None:
+                self._show_bar()
+            if self._bar is not None:
+                self._bar.update(self._bar.task_ids[0], completed=self._before + self._done)
+            elif self._enabled and not self._console.is_terminal and self._clock() - self._line_at >= LINE_INTERVAL_S:
+                self._line_at = self._clock()
+                self._console.print(self._line(self._line_at), highlight=False, soft_wrap=True)
 
     def rates(self) -> str:
-        """What is done a second since the start, and megabytes where they are counted."""
         elapsed_s = max(self._clock() - self._started, 1e-9)
         megabytes = f", {self._bytes / elapsed_s / 1e6:,.0f} MB/s" if self._bytes else ""
         return f"{self._done / elapsed_s:,.0f} {self._unit}/s{megabytes}"
@@ -91,7 +83,6 @@ class ConsoleProgress:
         self._bar.start()
 
     def count(self) -> str:
-        """What is done so far, where nobody knows how much there is."""
         return f"{self._what}: {self._before + self._done:,} {self._unit}"
 
     def _line(self, now: float) -> str:

@@ -19,7 +19,6 @@ _inherited: Final[list[torch.cuda.Event]] = []
 
 
 def new_event(*, enable_timing: bool = False, blocking: bool = False) -> torch.cuda.Event:
-    """As ``torch.cuda.Event(...)``."""
     event = torch.cuda.Event(enable_timing=enable_timing, blocking=blocking)  # type: ignore[no-untyped-call]
     _alive.add(event)
     return event

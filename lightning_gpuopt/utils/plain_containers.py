@@ -29,10 +29,7 @@ def entries_of(values: Collection[Any]) -> Iterable[Any]:
 
 
 def entry_at(values: Any, index: Any) -> Any:
-    """An entry of a list, a tuple, a dict, a deque or an array, or a slice of it, likewise.
-
-    An index of a deque is not to be negative: its class would be asked for the length.
-    """
+    """An entry or slice of a container or an array, likewise; of a deque by no index below 0: that asks its class."""
     base = _python_class(values)
     return values[index] if base is None else base.__getitem__(values, index)
 

@@ -38,17 +38,13 @@ class BarItem:
         return shadow(bar, "get_metrics", with_item)
 
     def added_to(self, metrics: Any) -> Any:
-        """The metrics of a bar with this item; as they are before there is a value, or where they have its name."""
         if self._text is None or self._label in metrics:
             return metrics
         return {**metrics, self._label: self._text}
 
 
 def print_once_fit_has_ended(trainer: Trainer, text: str, *, interrupted: bool = False) -> None:
-    """Print on rank 0's stdout; where ``interrupted``, above a bar that may still be drawn.
-
-    Characters that the terminal does not have are replaced.
-    """
+    """Print on rank 0's stdout, where ``interrupted`` above a bar; what the terminal cannot show is replaced."""
     if not trainer.is_global_zero:
         return
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

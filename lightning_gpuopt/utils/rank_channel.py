@@ -53,7 +53,6 @@ class RankChannel:
             self.problem = "this torch.distributed set-up has no key-value store"
 
     def say(self, key: str, word: Any) -> None:
-        """Say something to whoever listens; nothing happens where nobody can."""
         if self._store is not None and self.problem is None:
             try:
                 self._store.set(f"{key}/{self.rank}", json.dumps(word))
@@ -93,8 +92,6 @@ class RankChannel:
 
 @dataclass(frozen=True)
 class Gathered:
-    """One window of all ranks."""
-
     step: int  # the logging step at which the window closed
     by_rank: dict[int, Any]  # what each posted; a silent rank is missing
 
@@ -160,7 +157,6 @@ class RankBroadcast(RankChannel):
             self._start(f"broadcast-{name}", self._run)
 
     def send(self, message: Any) -> None:
-        """Send a message to all other ranks; does nothing on other ranks than 0, and where there is one rank only."""
         if not self.rank:
             self.say(str(self._number), message)
             self._number += 1

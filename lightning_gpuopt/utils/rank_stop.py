@@ -46,10 +46,7 @@ class RankStop(RankChannel):
             self._start(self._name, lambda: self._lead(why, promised))
 
     def step_done(self, step: int) -> str | None:
-        """Why to stop after this step, counted alike on every rank, or None.
-
-        Costs next to nothing until a rank has asked; then it may wait a moment for the decision.
-        """
+        """Why to stop after this step, alike on every rank, or None; waits only once a rank has asked."""
         with self._lock:
             self._step = step
             promised = self._promised

@@ -16,10 +16,7 @@ _LAST_S: Final = 2.0  # so long rank 0 may take to end, once it has said so
 
 
 class NodeRanks(RankChannel):
-    """The ranks of this node (``peers``: their global ranks), which load data at the same time.
-
-    ``name`` is another for every node.
-    """
+    """The ranks of this node, whose global ranks are ``peers``; ``name`` is another for every node."""
 
     def __init__(self, name: str, rank: int, peers: Sequence[int]) -> None:
         super().__init__(name, rank, len(peers), peers)
@@ -35,10 +32,7 @@ class NodeRanks(RankChannel):
 
 class _Voters(RankChannel):
     def all_of(self, key: str, patience_s: float) -> dict[int, Any]:
-        """What others have said, or nothing where one is silent; in time though the store's host may not answer.
-
-        Other threads cannot use the store meanwhile.
-        """
+        """What others have said, nothing where one is silent; other threads cannot use the store meanwhile."""
         try:
             self._store.wait([f"{key}/{each}" for each in self._others], timedelta(seconds=patience_s))
         except Exception:

@@ -16,18 +16,13 @@ _OURS: Final = tuple(os.path.join(_PACKAGE, room, "") for room in _ROOMS)
 
 
 class Replacement:
-    """A callable in front of another; pickled and copied as that other itself.
-
-    A Trainer or loader that is sent to another process, or copied, so leaves what is measured here behind. A subclass
-    may override ``__call__``.
-    """
+    """A callable in front of another; pickled and copied as that itself, which leaves what is measured here behind."""
 
     def __init__(self, original: Callable[..., Any], replacement: Callable[..., Any] | None = None) -> None:
         self._original = original
         self._replacement = original if replacement is None else replacement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call what is in its place; of what that raises, the traceback is as without us."""
         try:
             return self._replacement(*args, **kwargs)
         except BaseException as error:

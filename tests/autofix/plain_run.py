@@ -66,10 +66,6 @@ class PlainLoader:
             self.log.append(("aim", key))
         return first
 
-    def aim_anew(self) -> None:
-        self.key = None
-        self.log.append(("aim anew",))
-
     def epoch_begins(self) -> None:
         self.log.append(("epoch",))
 

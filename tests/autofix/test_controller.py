@@ -117,7 +117,7 @@ class TestBeforeAChange:
         run = PlainRun({"num_workers": 1})
         run.settings.refuses["num_workers"] = "no"
         tried(run, finding(loader="slow", num_workers=2), finding(loader="fast", prefetch_factor=4))
-        assert run.log == [("aim", "slow"), ("aim anew",), ("aim", "fast"), ("change", "prefetch_factor", 4)]
+        assert run.log == [("aim", "slow"), ("aim", "fast"), ("change", "prefetch_factor", 4)]
         assert run.controller.notes == ["Of several training loaders AutoFix changes 'fast' alone."]
 
 

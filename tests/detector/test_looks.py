@@ -32,9 +32,9 @@ def test_a_trace_that_is_asked_for_has_every_step_from_then_on(tmp_path: Path) -
     looks.step_done(1, None, lambda: None)
     looks.record_trace(tmp_path / "trace.json")
     for number in range(2, 7):
-        assert looks.profiler_is_taken
+        assert looks._trace.is_recording
         looks.step_done(number, None, lambda: None)
-    assert not looks.profiler_is_taken
+    assert not looks._trace.is_recording
     assert (tmp_path / "trace.json").exists()
 
 

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_gpuopt.loaders.inner import dataloader_in
+from lightning_gpuopt.loaders.kinds import dataloader_in
 from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from tests.helpers import FEATURES, TinyModel, tiny_trainer
 

@@ -251,7 +251,7 @@ def test_when_it_has_to_stop_what_was_fetched_is_still_handed_out() -> None:
         rig.iterator.arrive(index)
     rig.step()
     rig.fetcher.look_ahead(step_done=False)
-    rig.fetcher.go_direct()
+    rig.fetcher.is_active = False
     assert rig.stage.dropped == []
     rig.fetcher.drop_staged()
     assert rig.stage.dropped == ["batch 1", "batch 2"]

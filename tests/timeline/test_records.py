@@ -20,7 +20,7 @@ def event(category: str, name: str, **more: Any) -> dict[str, Any]:
 
 
 def read(*events: dict[str, Any], **more: Any) -> list[Record]:
-    return records_of({"traceEvents": list(events), **more}, 0, 0.0)
+    return list(records_of({"traceEvents": list(events), **more}, 0, 0.0))
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,6 @@ def test_torchs_own_trace_has_times_of_time_ns(tmp_path: Path, monkeypatch: pyte
         torch.ones(10, 10) @ torch.ones(10, 10)
         end_s = time.time_ns() / 1e9
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
-    found = records_of(json.loads((tmp_path / "trace.json").read_bytes()), 0, 0.0)
+    found = list(records_of(json.loads((tmp_path / "trace.json").read_bytes()), 0, 0.0))
     (product,) = [each for each in found if each.name == "aten::matmul"]
     assert begin_s - 1e-3 <= product.start_s < product.end_s <= end_s + 1e-3
