@@ -21,7 +21,6 @@ SUMMARY = "show a report.json that StallDetector wrote, or compare two of them"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``report``."""
     add = parser.add_argument
     add("file", type=str, help="a report.json, or a folder with one; with a second one, the run before")
     add("after", type=str, nargs="?", help="the report of the run after")

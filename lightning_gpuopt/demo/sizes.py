@@ -26,8 +26,6 @@ _STEPS: Final = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is made of."""
-
     width: int  # the network's channels, in multiples of those on the CPU
     batch_size: int  # images a step
     step_s: float  # that the GPU takes for it

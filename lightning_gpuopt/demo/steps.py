@@ -38,7 +38,6 @@ class Machine:
 
     @classmethod
     def of(cls, outcome: Outcome) -> Machine:
-        """The machine of a run; DALI is looked for on CUDA only."""
         return cls(outcome.on_cuda, outcome.on_cuda and _has_dali())
 
 

@@ -30,7 +30,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The step's name, or ``"before"``."""
         return self.step.name if self.step is not None else "before"
 
     @property

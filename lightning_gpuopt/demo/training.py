@@ -139,11 +139,9 @@ class PhotographFiles(LightningDataModule):
         self.settings = settings
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """Shuffled and augmented."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """In the order of the files."""
         return self._loader("val")
 
     def _loader(self, part: str) -> DataLoader[tuple[Tensor, int]]:
@@ -175,20 +173,17 @@ class PhotographNet(LightningModule):
         self.accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """One step of training."""
         images, labels = batch
         loss = cross_entropy(self.network(images), labels)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Count how many crops are told right."""
         images, labels = batch
         self.accuracy(self.network(images), labels)
         self.log("val_acc", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
@@ -295,7 +290,6 @@ class LongEnough(Callback):
         self._began_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It begins."""
         self._began_s = self._clock()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -309,7 +303,6 @@ class ValidationLines(Callback):
     """One line for each validation, for where a progress bar cannot be drawn."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the figures as they are now."""
         figures = "  ".join(f"{name} {float(value):.3f}" for name, value in trainer.callback_metrics.items())
         print(f"  step {trainer.global_step}  {figures}", flush=True)
 

@@ -14,8 +14,6 @@ _SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a run."""
-
     before: RunRecord
     after: RunRecord
     speedup: float | None  # steady steps per second, after over before; None: too few steady steps
@@ -25,7 +23,6 @@ class Comparison:
 
 
 def compare(before: RunRecord, after: RunRecord) -> Comparison:
-    """Hold a run against an earlier one."""
     counts = [each.steps if each.measured_steps is None else each.measured_steps for each in (before, after)]
     steps = (counts[0], counts[1]) if all(counts) else None
     enough = steps is None or min(steps) >= ENOUGH_STEPS

@@ -17,8 +17,6 @@ _OTHER_WORK: Final = ("device", "ranks", "batch_size")
 
 @dataclass(frozen=True)
 class Gate:
-    """What the gate found."""
-
     outcome: Outcome
     allowed_percent: float
     slower_percent: float | None = None  # of the mean steady step, negative: faster; None: a run has none

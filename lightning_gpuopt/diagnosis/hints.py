@@ -64,7 +64,6 @@ class RunSettings:
 
 
 def hints_of(run: RunSettings) -> list[Hint]:
-    """The settings that this run could gain from."""
     return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
 
 

@@ -116,7 +116,6 @@ class Stretch:
     gpu_utilization: float | None = None
 
     def share(self, phase: str) -> float:
-        """A phase's share of its time, 0-1."""
         return self.phases.get(phase, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -239,7 +238,6 @@ class RunRecord:
 
     @property
     def whole(self) -> Stretch:
-        """The whole run."""
         return Stretch(0.0, self.wall_s, self.steps, self.phases)
 
     @property

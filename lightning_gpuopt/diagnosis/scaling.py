@@ -48,7 +48,6 @@ ASSUMED: Final = (
 
 
 def given_link(gb_per_s: float) -> Link:
-    """A link whose bandwidth is known."""
     return Link("given link", (gb_per_s, gb_per_s, gb_per_s), (2e-5, 5e-5, 2e-4))
 
 

@@ -17,7 +17,6 @@ def _object(required: Mapping[str, _Schema], optional: Mapping[str, _Schema] | N
 
 
 def _each(names: str, of: _Schema) -> dict[str, _Schema]:
-    """Members of one kind."""
     return dict.fromkeys(names.split(), of)
 
 

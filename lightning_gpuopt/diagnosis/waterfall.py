@@ -59,7 +59,6 @@ class Waterfall:
 
     @property
     def idle_s(self) -> float:
-        """All seconds in which the device waited."""
         return sum(self.waits.values()) + self.inside_s + self.unsure_s
 
     @property

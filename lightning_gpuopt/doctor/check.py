@@ -17,8 +17,6 @@ _WEIGHT: Final[tuple[Status, ...]] = ("problem", "note", "unknown", "ok")
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what follows from it."""
-
     name: str  # of what was looked at, such as ``"gpu0.pcie"``
     status: Status  # "note": worth knowing; "problem": it holds a GPU back, or will; "unknown": not found out
     found: str  # in one line
@@ -38,7 +36,6 @@ def by_weight(checks: Iterable[Check]) -> list[Check]:
 
 
 def tally(checks: Iterable[Check]) -> dict[Status, int]:
-    """How many checks have each status."""
     counts: dict[Status, int] = dict.fromkeys(_WEIGHT, 0)
     for check in checks:
         counts[check.status] += 1

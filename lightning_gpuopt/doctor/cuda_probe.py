@@ -94,7 +94,6 @@ def _link_while(copy: Callable[[], object], uuid: str) -> tuple[int | None, int 
 
 
 def main() -> None:
-    """Print what :func:`probe` finds."""
     facts: dict[str, Any]
     try:
         facts = asdict(probe())

@@ -17,7 +17,6 @@ _WORTH_IT: Final = 1.5
 
 
 def data_check(data: DataFacts) -> Check:
-    """How fast samples of a dataset are read at random."""
     measured = _measured(data)
     found = _what(data)
     if data.read is None:

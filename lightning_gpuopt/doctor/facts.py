@@ -18,8 +18,6 @@ __all__ = [
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch that is installed."""
-
     version: str  # such as ``"2.6.0+cu124"``
     cuda: tuple[int, int] | None  # that it was built for, (major, minor); None for a build without
     threads: int  # that one operation on the CPU may use
@@ -47,8 +45,6 @@ class MemoryRates:
 
 @dataclass(frozen=True)
 class CudaDeviceFacts:
-    """What CUDA says of one device."""
-
     name: str  # of the model
     uuid: str  # with or without its prefix; empty where torch does not tell
     capability: tuple[int, int]  # (major, minor)
@@ -57,8 +53,6 @@ class CudaDeviceFacts:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What torch's CUDA says."""
-
     available: bool = False  # whether torch can use a GPU
     architectures: tuple[str, ...] = ()  # what torch was compiled for: ``"sm_90"``, ``"compute_90"``
     devices: tuple[CudaDeviceFacts, ...] = ()  # by CUDA ordinal

@@ -123,15 +123,12 @@ class _Image:
             self._timed("float", lambda: _to_float(crop))
 
     def fast(self) -> None:
-        """Decode it with the fast decoder."""
         self._timed("fast", lambda: _decode_fast(self.data, self._crop_size, self._key))
 
     def shrink(self) -> None:
-        """Make it smaller."""
         self._small = shrink_image(self.data, resize_for(self._crop_size), _QUALITY)
 
     def small(self) -> None:
-        """Decode the smaller one with the fast decoder."""
         self._timed("small", lambda: _decode_fast(self._small, self._crop_size, self._key))
 
     def _timed(self, name: str, function: Callable[[], T]) -> T:

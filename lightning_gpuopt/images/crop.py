@@ -168,7 +168,6 @@ class CenterCrops:
         """Nothing: all samples are cropped alike."""
 
     def __call__(self, data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
-        """Decode an image file; as `decode_tensor`."""
         # In full: evaluation should not depend on how an image was made smaller as it was decoded.
         pixels = decode(data, 0, 0) if mode is None else exact_pixels(data, mode)
         height, width = pixels.shape[:2]

@@ -138,7 +138,6 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
 
 
 def _orientation(data: bytes | memoryview) -> int:
-    """The orientation of a JPEG file as PIL has it."""
     orientation = jpeg.orientation_of(data)
     return rgb.orientation_of(_opened(data)) if orientation is None else orientation
 

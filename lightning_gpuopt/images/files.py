@@ -53,7 +53,6 @@ class Strings:
         self._ends: array[int] = array("Q") if ends is None else ends
 
     def append(self, text: str) -> None:
-        """Add a string."""
         self._blob += os.fsencode(text)
         self._ends.append(len(self._blob))
 
@@ -69,7 +68,6 @@ class Strings:
         return bytes(self._blob), self._ends.tobytes()
 
     def digest(self) -> str:
-        """A hash of all strings."""
         state = xxhash.xxh3_64()
         for part in self.parts():
             state.update(part)
@@ -98,20 +96,16 @@ class ImageFiles:
         return os.path.join(self.folders[self._folder_of[index]], self._names[index])
 
     def label(self, index: int) -> int:
-        """A file's class."""
         return self._labels[self._folder_of[index]]
 
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The classes of all files, int64."""
         of_folder = np.frombuffer(self._labels, np.uint32)
         return of_folder[np.frombuffer(self._folder_of, np.uint32)].astype(np.int64)
 
     def empty_classes(self) -> list[str]:
-        """Names of the classes that have no image."""
         return [name for label, name in enumerate(self.classes or ()) if label not in set(self._labels)]
 
     def read(self, index: int) -> bytes:
-        """A file's content."""
         return read_file(os.path.join(self.path, self.name(index)))
 
     @property
@@ -240,8 +234,6 @@ _Identity: TypeAlias = tuple[int, int]  # of a folder, however it is reached: de
 
 @dataclass
 class _Folder:
-    """What lies in a folder itself."""
-
     path: str
     changed: int  # its time of change in ns
     identity: _Identity  # the same by whatever path

@@ -53,7 +53,6 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
 
     @property
     def sampler(self) -> Any:
-        """The batch sampler's sampler."""
         return getattr(self.batch_sampler, "sampler", self.batch_sampler)
 
     @sampler.setter
@@ -123,7 +122,6 @@ class _Fetcher:
         self.collate_fn = collate_fn
 
     def fetch(self, indices: list[int]) -> Any:
-        """A batch."""
         return self.collate_fn(self.dataset.__getitems__(indices))
 
 

@@ -94,7 +94,6 @@ class ImageFolder(Dataset[Any]):
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """The label of each class."""
         return {name: label for label, name in enumerate(self.files.classes or ())}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -114,15 +113,12 @@ class ImageFolder(Dataset[Any]):
         return copied
 
     def for_loader(self) -> ImageFolder:
-        """Itself: there is nothing to set for a loader."""
         return self
 
     def sample_name(self, index: int) -> str:
-        """The file's path."""
         return os.path.join(self.path, self.files.name(index))
 
     def image_file(self, index: int) -> bytes:
-        """The content of a sample's image file."""
         return self.files.read(index)
 
     encoded_image = image_file  # for a decoder outside Python

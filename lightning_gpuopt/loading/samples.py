@@ -166,7 +166,6 @@ class SeededCollate:
         self._samples = samples
 
     def __call__(self, samples: list[Any]) -> Any:
-        """A batch of samples."""
         with given_back():
             seed_all(self._samples.collation_key)
             return self.collate_fn(samples)
@@ -202,7 +201,6 @@ class SkippedSamples:
             os.close(file)
 
     def clear(self) -> None:
-        """Forget the samples of an earlier run."""
         self.path.unlink(missing_ok=True)
 
     def new_skips(self) -> str | None:

@@ -40,8 +40,6 @@ _LOST: Final = re.compile(
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """How a watched command ended."""
-
     code: int  # its exit code; where a signal has ended it, minus that signal's number
     at_s: float  # Unix time
     # processes of our own cgroup that the kernel ended for want of memory while it ran; None: not readable
@@ -82,7 +80,6 @@ class Death:
 
     @property
     def host(self) -> str:
-        """Name of its machine."""
         return self.rank.host
 
 

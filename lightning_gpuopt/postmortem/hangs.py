@@ -19,8 +19,6 @@ _LOCKS: Final = ("/threading.py", "/multiprocessing/synchronize.py", "/logging/_
 
 @dataclass(frozen=True)
 class Hang:
-    """A run without progress."""
-
     rank: int  # the rank that has made none for longest
     pid: int
     since_s: float  # Unix time when it last did, or began what is open

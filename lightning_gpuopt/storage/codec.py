@@ -40,7 +40,6 @@ class EncodedImage(bytes):
     mode: str | None  # None: a photograph, read as upright RGB; else PIL's mode, read exactly (masks, depth maps)
 
     def __new__(cls, data: bytes | bytearray | memoryview, mode: str | None = None) -> EncodedImage:
-        """Mark bytes as an image file."""
         self = super().__new__(cls, data)
         self.mode = mode
         return self

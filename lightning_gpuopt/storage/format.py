@@ -36,7 +36,6 @@ def table_bytes(num_samples: int) -> int:
 
 
 def shard_name(number: int) -> str:
-    """The stem of a shard's files."""
     return f"shard-{number:05d}"
 
 
@@ -70,12 +69,10 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The stem of its files."""
         return shard_name(self.number)
 
     @property
     def files(self) -> list[str]:
-        """The names of its files."""
         return [self.name + suffix for suffix in (".mdb", ".tab", ".lab")[: 3 if self.labels else 2]]
 
     @classmethod
@@ -130,12 +127,10 @@ class Manifest:
 
     @property
     def num_samples(self) -> int:
-        """Samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all stored values."""
         return sum(shard.value_bytes for shard in self.shards)
 
     @property
@@ -152,7 +147,6 @@ class Manifest:
 
     @property
     def info(self) -> LMDBInfo:
-        """What the dataset holds, for people."""
         return LMDBInfo(self.num_samples, self.num_bytes, len(self.shards), self.num_skipped, self.classes)
 
     def to_json(self) -> str:

@@ -182,7 +182,6 @@ class Gather:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a stored sample."""
         return self._plan.record_bytes
 
     def __getitem__(self, index: int) -> Any:
@@ -407,7 +406,6 @@ class _RecordFiles:
         return starts, sample_number(self._numbers[shards], within), good
 
     def shards(self, wanted: Indices) -> Indices:
-        """The shard of each record."""
         return self._firsts.searchsorted(wanted, side="right") - 1
 
     def in_files(self, shards: Indices, starts: Indices) -> Indices:

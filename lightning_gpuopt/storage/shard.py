@@ -219,7 +219,6 @@ class ShardReader:
         return read
 
     def part(self, index: int, key: int | str) -> Any:
-        """One part of a sample; see `codec.part`."""
         return codec.part(self.file().mapped(), self.place(index)[0], self._first + index, key)
 
     def numbers(self, key: int | str) -> _Numbers | None:

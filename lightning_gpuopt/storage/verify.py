@@ -32,15 +32,12 @@ Problem = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found."""
-
     num_samples: int  # that were compared with their checksums
     num_problems: int
     problems: tuple[Problem, ...]  # the first hundred, by index; None: of no single sample
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
         return not self.num_problems
 
 
@@ -178,7 +175,6 @@ class _ShardFiles:
         return list(places)
 
     def value(self, offset: int, length: int) -> bytes:
-        """A stored value."""
         self._data.seek(offset)
         return self._data.read(length)
 

@@ -65,8 +65,6 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class NvmlHealth:
-    """What NVML reported."""
-
     driver: str = ""  # its version; empty where it is not known
     cuda: tuple[int, int] | None = None  # the newest CUDA that the driver runs, as (major, minor)
     gpus: tuple[GpuHealth, ...] = ()  # by NVML index, each followed by its MIG instances
@@ -90,7 +88,6 @@ class HealthQuestion:
         self._failure = ""
 
     def start(self) -> None:
-        """Begin to ask."""
         try:
             self._thread = join_thread(self)
         except RuntimeError as error:
@@ -122,7 +119,6 @@ class HealthQuestion:
     due_s = 0.0
 
     def is_over(self) -> bool:
-        """Whether nothing more is to be asked."""
         return self._given_up.is_set() or self._done.is_set()
 
     def turn(self, thread: NvmlThread) -> bool:
@@ -141,11 +137,9 @@ class HealthQuestion:
         return False
 
     def released(self) -> None:
-        """Nothing more is asked."""
         self._done.set()
 
     def close(self) -> None:
-        """Give back what NVML has allocated."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None

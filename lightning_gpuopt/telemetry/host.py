@@ -250,7 +250,6 @@ class HostWatch:
         self._rates: dict[str, _Rate] = {}
 
     def start(self) -> None:
-        """Begin to read."""
         self._thread = threading.Thread(target=self._run, name="gpuopt-host", daemon=True)
         self._thread.start()
 

@@ -24,8 +24,6 @@ _NO_LIMIT: Final = 1 << 60  # cgroup v1 has a number of this size where there is
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """A process by its ``stat``."""
-
     start_ticks: int  # when it began, in clock ticks since boot
     cpu_s: float  # CPU of its main thread
     faults: int  # minor page faults so far, of all threads

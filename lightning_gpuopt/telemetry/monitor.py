@@ -53,7 +53,6 @@ class GpuMonitor:
         return failure if isinstance(failure, DeviceNotFoundError) else None
 
     def restart(self) -> None:
-        """Forget what was read so far."""
         self._sampler.cut()
 
     def cut(self, step: int) -> None:

@@ -248,7 +248,6 @@ class DeviceReader:
         self._absent = {}
 
     def close(self) -> None:
-        """Give back what NVML has allocated for us."""
         for source in self._sources.values():
             source.close()
         self._sources = {}

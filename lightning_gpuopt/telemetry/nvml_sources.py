@@ -70,8 +70,6 @@ class Failed:
 
 @dataclass(frozen=True)
 class Handles:
-    """What NVML wants to be asked with."""
-
     own: Any  # of the GPU or the MIG instance
     physical: Any  # of the GPU itself
     gpu_instance: int | None  # the instance's id within its GPU, None for a whole GPU

@@ -151,7 +151,6 @@ class GpuSampler:
         return self._pace.due_s if self._read_until_s == float("inf") else 0.0
 
     def is_over(self) -> bool:
-        """Whether nothing more is to be read."""
         return self._clock() >= self._read_until_s
 
     def turn(self, thread: NvmlThread) -> bool:
@@ -166,7 +165,6 @@ class GpuSampler:
             return False
 
     def released(self) -> None:
-        """Nothing is read any more."""
         self._opened.set()
         if not self._ended.is_set():
             for reader in self._readers:

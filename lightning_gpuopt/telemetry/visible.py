@@ -57,8 +57,6 @@ class Visible:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A device to monitor."""
-
     device: NvmlDevice
     ordinal: CudaOrdinal | None  # None when it is outside the visible set
 

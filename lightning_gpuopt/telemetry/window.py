@@ -26,11 +26,9 @@ class Stat:
 
     @property
     def mean(self) -> float:
-        """Weighted mean."""
         return self.total / self.weight
 
     def merged(self, other: Stat) -> Stat:
-        """This and another window's values together."""
         return Stat(
             self.total + other.total, self.weight + other.weight, min(self.low, other.low), max(self.high, other.high)
         )
@@ -61,8 +59,6 @@ class Accumulator:
 
 @dataclass(frozen=True)
 class DeviceWindow:
-    """One device in one window."""
-
     uuid: str
     nvml_index: int  # of the physical GPU
     mig_slot: int | None  # which MIG instance of its parent, None for a whole GPU
@@ -95,7 +91,6 @@ class RankWindow:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankWindow:
-        """The reverse of :meth:`to_json`."""
         devices = (
             DeviceWindow(uuid, index, slot, ordinal, {reading: Stat(*numbers) for reading, numbers in stats.items()})
             for uuid, index, slot, ordinal, stats in data["devices"]

@@ -111,7 +111,6 @@ class CeilingRun(CallbackBase):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nor is a validation."""
         self._leave_out(trainer)
 
     @override

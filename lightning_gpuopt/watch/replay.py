@@ -25,7 +25,6 @@ class Kept:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more are wanted."""
         return len(self.items) >= MAX_BATCHES or self._bytes >= _MAX_BYTES
 
     def add(self, item: Item) -> None:

@@ -70,7 +70,6 @@ def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
 
 
 def hook_name(name: str) -> str:
-    """A hook as people know it."""
     return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
 
 
@@ -80,7 +79,6 @@ def rounded(found: dict[str, float | None]) -> dict[str, float | str]:
 
 
 def percent_of(share: float | None) -> float | None:
-    """A share, 0-1, in percent."""
     return share * 100 if share is not None else None
 
 

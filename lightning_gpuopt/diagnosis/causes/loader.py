@@ -73,7 +73,6 @@ def _data_share(measurement: Measurement) -> float:
 
 
 def data_finding(cause: str, share: float, measurement: Measurement) -> Finding:
-    """The finding of a cause with this share of the time."""
     settings = _settings(cause, measurement)
     step = storage_advice(cause, measurement)
     return Finding(
@@ -258,7 +257,6 @@ def kind_evidence(measurement: Measurement) -> dict[str, float | str]:
 
 
 def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
-    """How long a step waits for data, in numbers."""
     times, waterfall = measurement.times, measurement.waterfall
     found: dict[str, float | None] = {
         "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,

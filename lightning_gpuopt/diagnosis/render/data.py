@@ -37,5 +37,4 @@ def _run(report: RunRecord) -> dict[str, Any]:
 
 
 def known(data: dict[str, Any]) -> dict[str, Any]:
-    """The entries that are not None."""
     return {name: value for name, value in data.items() if value is not None}

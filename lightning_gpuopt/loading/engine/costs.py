@@ -39,7 +39,6 @@ class LookAhead:
         self._noted_ns = now_ns
 
     def batches(self) -> int:
-        """The number."""
         work, longest, since = ([each[of] for each in self._last] for of in range(3))
         slow_ns = heapq.nlargest(_RECURRING, longest)[-1] if len(longest) >= _RECURRING else 0
         made_ns = sum(work) / len(work)
@@ -57,7 +56,6 @@ class Costs:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begin to measure."""
         self._delays_ns: list[int] = []
         self._is_over = False
         self._thread = threading.Thread(target=self._ask_for_lock, daemon=True)
@@ -68,7 +66,6 @@ class Costs:
         self._ran_ns, self._began_ns = _ran_ns(), time.perf_counter_ns()
 
     def end(self) -> None:
-        """End, where it has begun."""
         if self._thread is None:
             return
         took_ns, ran_ns, self._is_over = time.perf_counter_ns() - self._began_ns, _ran_ns(), True

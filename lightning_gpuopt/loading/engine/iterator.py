@@ -224,7 +224,6 @@ class _Nothing:
     """A queue in which nothing lies: `_task_info` has the batches."""
 
     def qsize(self) -> int:
-        """Nothing."""
         return 0
 
 

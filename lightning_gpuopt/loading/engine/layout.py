@@ -28,7 +28,6 @@ class Column(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one sample's part."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -62,7 +61,6 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample."""
         return sum(column.row_bytes for column in self.columns)
 
     def starts(self, size: int) -> tuple[list[int], int]:
@@ -96,13 +94,11 @@ class Layout:
         return found
 
     def placer(self, arrays: list[Array]) -> Placer:
-        """What puts samples into these arrays."""
         if self._tree is None:
             return lambda sample, row: False
         return _placer(self._tree, self.columns, arrays)
 
     def assemble(self, columns: list[torch.Tensor]) -> Any:
-        """A batch of its columns."""
         return _assembled(self._tree, columns) if self._assemble is None else self._assemble(columns)
 
     def sample(self, arrays: list[Array], row: int) -> Any:

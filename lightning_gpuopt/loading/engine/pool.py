@@ -73,7 +73,6 @@ class LoaderPool:
 
     @property
     def running(self) -> list[Any]:
-        """The processes that have not ended."""
         return [process for process in self.processes if process.sentinel in self._behind]
 
     @property

@@ -232,7 +232,6 @@ class _Rows:
         return len(self._process.samples)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read samples."""
         process, slot, row = self._process, self.slot, self.first
         _, count, epoch, first, *_ = process.control.slots[slot].tolist()
         if row == 0:
@@ -246,7 +245,6 @@ class _FirstRows(_Rows):
     """The same where it is not known yet what their layout is."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read samples."""
         process = self._process
         _, _, epoch, first, *_ = process.control.slots[0].tolist()
         return [process.samples.read(index, epoch, first + self.first) for index in each_of(indices)]
@@ -256,7 +254,6 @@ class _Records(_Rows):
     """The same of equal records, many of which are copied at once."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read records."""
         control, slot = self._process.control, self.slot
         _, count, _, _, block, *_ = control.slots[slot].tolist()
         if self.first == 0:

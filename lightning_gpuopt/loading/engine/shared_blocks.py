@@ -98,12 +98,10 @@ class Control:
         self.slots[slot] = sequence, count, epoch, first, block, 0, 0
 
     def set_state(self, slot: int, row: int, count: int, state: int) -> None:
-        """Set the state of rows."""
         start = self._states + slot * self._batch_size + row
         self.bytes[start : start + count] = bytes((state,)) * count
 
     def states(self, slot: int, count: int) -> bytes:
-        """The states of a slot's first rows."""
         start = self._states + slot * self._batch_size
         return self.bytes[start : start + count]
 
@@ -136,7 +134,6 @@ class Blocks:
         self._maps: dict[int, PinnableMapping] = {}
 
     def map(self, number: int) -> PinnableMapping:
-        """A block, as this process sees it."""
         if number not in self._maps:
             self._maps[number] = PinnableMapping(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
         return self._maps[number]

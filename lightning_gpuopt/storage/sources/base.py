@@ -72,7 +72,6 @@ class RowSource(Source):
         return self._length
 
     def name(self, index: int) -> str:
-        """The row."""
         return f"row {index}"
 
 
@@ -85,7 +84,6 @@ class PerProcess(Generic[T]):
         self._value: T | None = None
 
     def get(self) -> T:
-        """The thing itself."""
         if self._value is None or self._pid != os.getpid():
             self._value, self._pid = self._opener(), os.getpid()
         return self._value

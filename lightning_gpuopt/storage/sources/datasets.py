@@ -76,11 +76,9 @@ class DatasetSource(Source):
         return self._length
 
     def name(self, index: int) -> str:
-        """The index."""
         return f"{self.path}[{index}]"
 
     def read(self, index: int) -> Any:
-        """What the dataset gives."""
         try:
             return self._dataset[index]
         except Exception as error:
@@ -122,18 +120,15 @@ class FilesSource(Source):
         return len(self._files)
 
     def name(self, index: int) -> str:
-        """The file."""
         return self._files[index]
 
     def identity(self, index: int) -> bytes:
-        """The file's path within the folder of all, and its label."""
         return b"%s\0%d" % (os.fsencode(self._files[index][len(self._root) :]), self._labels[index])
 
     def _tail(self, index: int) -> bytes:
         return os.fsencode(os.sep.join(self._files[index].split(os.sep)[-2:]))
 
     def read(self, index: int) -> tuple[EncodedImage, int]:
-        """The image file and its label."""
         return read_image(self._files[index]), int(self._labels[index])
 
     def fingerprint(self) -> dict[str, Any]:
@@ -198,19 +193,15 @@ class SubsetSource(Source):
         return len(self._indices)
 
     def name(self, index: int) -> str:
-        """What the whole source calls it."""
         return self._source.name(int(self._indices[index]))
 
     def read(self, index: int) -> Any:
-        """The sample of the whole source."""
         return self._source.read(int(self._indices[index]))
 
     def fingerprint(self) -> dict[str, Any]:
-        """The whole source's, and which samples."""
         return self._source.fingerprint() | {"num_samples": len(self), "subset": digest([self._indices.tobytes()])}
 
     def close(self) -> None:
-        """Close the whole source."""
         self._source.close()
 
 
@@ -237,11 +228,9 @@ class OwnSource(Source):
         return self._manifest.num_samples
 
     def name(self, index: int) -> str:
-        """The index."""
         return f"sample {index}"
 
     def read(self, index: int) -> Any:
-        """The sample as it was written."""
         at, within = locate(self._starts, index)
         try:
             shard = self._shard(at)
@@ -259,9 +248,7 @@ class OwnSource(Source):
         return shards[at]
 
     def close(self) -> None:
-        """Close the shards."""
         self._shards.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Its manifest."""
         return super().fingerprint() | {"manifest": digest([self._manifest.to_json().encode()])}

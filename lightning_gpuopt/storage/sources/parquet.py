@@ -128,24 +128,20 @@ class ParquetSource(RowSource):
         return with_kinds(sample, several=len(self._image_columns) > 1, kinds=self.kinds)
 
     def name(self, index: int) -> str:
-        """The row; of several files, the file too."""
         if len(self._paths) == 1:
             return super().name(index)
         file = self.position(index)[0]
         return f"{self._paths[file]}: row {index - self._file_starts[file]}"
 
     def identity(self, index: int) -> bytes:
-        """The file's name and size, and the row in it."""
         file = self.position(index)[0]
         row = index - self._file_starts[file]
         return repr((self._short_names[file], self._file_bytes[file], row)).encode()
 
     def close(self) -> None:
-        """Close the file that is being read."""
         self._reader.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Columns, row groups and the files' sizes."""
         return super().fingerprint() | {
             "file_bytes": self._file_bytes,
             "columns": digest([self._schema.encode()]),

@@ -56,7 +56,6 @@ class ForeignSource(Source):
         return self._blob[self._ends[index - 1] if index else 0 : self._ends[index]]
 
     def name(self, index: int) -> str:
-        """The key."""
         return f"key {self._key(index)!r}"
 
     def read(self, index: int) -> Any:
@@ -81,12 +80,10 @@ class ForeignSource(Source):
             ) from None
 
     def close(self) -> None:
-        """Close the LMDB."""
         if (env := self._env.forget()) is not None:
             env.close()
 
     def fingerprint(self) -> dict[str, Any]:
-        """The keys and the bytes of all values."""
         return super().fingerprint() | {
             "keys": digest([self._blob, self._ends.tobytes()]),
             "file_bytes": os.path.getsize(_file(self.path)),

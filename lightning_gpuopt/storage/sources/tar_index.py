@@ -215,5 +215,4 @@ def _is_compressed(stream: BinaryIO) -> str | None:
 
 
 def not_whole(path: str, why: str) -> DamagedError:
-    """The error for a damaged tar."""
     return DamagedError(f"{path}: not a whole tar ({why}); copy it again from where it came, or leave it out")

@@ -148,12 +148,10 @@ class TarSource(Source):
         return tar, sample - self._starts[tar], *files[tar]
 
     def name(self, index: int) -> str:
-        """The tar and the key."""
         tar, sample, _, members = self._find(index)
         return f"{self._paths[tar]}: {members.key(sample)}"
 
     def identity(self, index: int) -> bytes:
-        """The tar's name, the key, and where the members lie."""
         tar, sample, _, members = self._find(index)
         about = (self._short_names[tar], members.key(sample), *members.members(sample))
         return repr(about).encode()
@@ -171,16 +169,13 @@ class TarSource(Source):
         return with_kinds(sample, kinds=self.kinds)
 
     def parts(self) -> list[str]:
-        """The extensions of all members."""
         return list(self._about["extensions"])
 
     def close(self) -> None:
-        """Close the tars."""
         for handle, _ in (self._files.forget() or {}).values():
             os.close(handle)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names of tars and keys, and where everything lies."""
         return super().fingerprint() | {
             "num_tars": len(self._paths),
             "names": self._about["names"] + digest(os.fsencode(os.path.basename(path)) for path in self._paths),

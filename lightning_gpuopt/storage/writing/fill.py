@@ -41,11 +41,9 @@ class Job:
 
     @property
     def num_shards(self) -> int:
-        """Shards of the whole dataset."""
         return len(self.starts) - 1
 
     def num_samples(self, shard: int) -> int:
-        """Samples of the source in a shard."""
         return len(self._positions(shard))
 
     def samples(self, shard: int) -> list[int] | range:

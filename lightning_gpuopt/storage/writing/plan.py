@@ -54,7 +54,6 @@ def read_plan(directory: Path) -> Plan | None:
 
 
 def read_notes(directory: Path) -> Notes:
-    """The notes of the unfinished build in a directory."""
     return Notes(**{name: value for name, value in (_read(directory) or {}).items() if name in _NOTES})
 
 

@@ -160,7 +160,6 @@ class Staging:
         self._locks.release()
 
     def discard(self) -> None:
-        """Throw the unfinished build away."""
         if not self._published and self._locks:
             self._clear()
             self._remove_directory()

@@ -251,7 +251,6 @@ def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> No
 
 
 def source_plan(source: Source) -> dict[str, Any]:
-    """What a plan says of its source."""
     return as_json({f"source {name}": value for name, value in source.fingerprint().items()})
 
 
