@@ -10,7 +10,6 @@ from lightning_gpuopt.cli._parser import UsageError
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
 
-
 _PLACES: Final = ("report.json", "*/report.json", "*/*/report.json")
 
 
@@ -29,7 +28,6 @@ def load_report(name: str) -> StallReport:
 
 
 def _file(path: Path) -> Path:
-    """The report itself, or the last one in a folder."""
     if not path.is_dir():
         return path
     for place in _PLACES:

@@ -35,10 +35,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the report, or the comparison, and write the page where one is asked for.
-
-    1 where with ``--fail-if-slower`` the later run is slower, or cannot be judged.
-    """
+    """Print the report, or the comparison, and write the page; 1: slower, or not judged, with ``--fail-if-slower``."""
     allowed = _percentage(options.fail_if_slower) if options.fail_if_slower is not None else None
     if allowed is not None and options.after is None:
         raise UsageError("--fail-if-slower: expected two reports to compare, got one; give the one of the run after")

@@ -55,10 +55,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:
-    """Run the command, and print what was found on stderr when it has ended; gives its exit code.
-
-    Where a signal has ended it, this process ends by the same signal.
-    """
+    """Run the command, print what was found on stderr, and end as it did: by its exit code, or the same signal."""
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:

@@ -46,12 +46,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="GPUs, each with a process and a loader; --cpus are those of all of them",
     )
-    add(
-        "--link-gb-per-s",
-        type=GbPerS,
-        metavar="X",
-        help="GB/s between the GPUs; else NVLink, PCIe and a network",
-    )
+    add("--link-gb-per-s", type=GbPerS, metavar="X", help="GB/s between the GPUs; else NVLink, PCIe and a network")
     add(
         "--gradient-bytes",
         type=Bytes,

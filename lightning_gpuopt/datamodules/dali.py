@@ -214,10 +214,7 @@ class DALIDataModule(ResumableDataModule):
         define = given or (pipelines.random_crops if train else pipelines.center_crops)
         settings = self._settings(sampler, argument)
         source = BatchSource(
-            images,
-            areas,
-            seed=self.seed,
-            skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None,
+            images, areas, seed=self.seed, skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None
         )
         keeps_state = given is not None and train and sampler.num_replicas == 1
         make = partial(_build, define, settings, areas is not None, keeps_state)
@@ -297,14 +294,12 @@ class DALIDataModule(ResumableDataModule):
         """Free the stage's pipelines: their threads and their memory."""
         super().teardown(stage)
         self._close()
-        self._loaders.clear()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Free the pipelines; Lightning calls no ``teardown`` after an exception."""
         self._report_skipped()
         self._close()
-        self._loaders.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_loaders": {}}
@@ -312,6 +307,7 @@ class DALIDataModule(ResumableDataModule):
     def _close(self) -> None:
         for loader in self._loaders.values():
             loader.close()
+        self._loaders.clear()
 
 
 def _build(

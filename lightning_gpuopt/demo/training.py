@@ -228,14 +228,15 @@ def train(settings: DemoSettings) -> Outcome:
         if settings.min_s or trainer.global_step % steps_of_an_epoch:  # max_steps ended an epoch before its validation
             trainer.validate(model, datamodule=data, verbose=False)
     epochs, rest = divmod(trainer.global_step, steps_of_an_epoch)
+    device = trainer.strategy.root_device
     return Outcome(
         report=detector.report,
         gpu=monitor.summary(),
         accuracy_percent=100 * float(trainer.callback_metrics["val_acc"]),
         steps=trainer.global_step,
         samples=epochs * images + rest * settings.batch_size,
-        device=_device_name(trainer),
-        on_cuda=trainer.strategy.root_device.type == "cuda",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        on_cuda=device.type == "cuda",
         found_num_workers=finder.optimal_num_workers if finder is not None else None,
     )
 
@@ -244,15 +245,14 @@ def _data(settings: DemoSettings) -> LightningDataModule:
     if settings.storage == "files":
         return PhotographFiles(settings)
     if settings.storage == "dali":
-        mean, std = NORMALIZE
         return DALIDataModule(
             _stored(settings.data_dir, "train"),
             _stored(settings.data_dir, "val"),
             batch_size=settings.batch_size,
             crop_size=CROP_SIZE,
             resize_size=resize_for(CROP_SIZE),
-            mean=mean,
-            std=std,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
             seed=settings.seed,
         )
     make: type[ElasticDataModule] = ImageFolderDataModule if settings.storage == "folder" else LMDBDataModule
@@ -272,7 +272,6 @@ def _data(settings: DemoSettings) -> LightningDataModule:
 
 
 def _stored(folder: Path, part: str) -> Path:
-    """The LMDB of a part of the images, or their folder where there is none."""
     lmdb = folder / f"{part}.lmdb"
     return lmdb if lmdb.exists() else folder / part
 
@@ -321,11 +320,6 @@ def _fit(trainer: Trainer, model: LightningModule, data: LightningDataModule) ->
 def _block(inputs: int, outputs: int, kernel_size: int = 3, stride: int = 2) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
-
-
-def _device_name(trainer: Trainer) -> str:
-    device = trainer.strategy.root_device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @contextmanager

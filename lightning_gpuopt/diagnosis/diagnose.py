@@ -88,11 +88,7 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
         )
     if measurement.hyperparameters:
         notes.append(step.hyperparameters_note(measurement.hyperparameters))
-    known = (
-        step.copies_ahead_note(measurement),
-        step.power_cap_note(measurement),
-        witness_note(measurement),
-    )
+    known = (step.copies_ahead_note(measurement), step.power_cap_note(measurement), witness_note(measurement))
     return [*notes, *(note for note in known if note is not None), *pauses.pause_notes(measurement, threshold)]
 
 

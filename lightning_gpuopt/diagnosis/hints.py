@@ -8,8 +8,6 @@ from typing import Final
 
 from lightning_gpuopt.diagnosis.record import Hint
 
-__all__ = ["PaddedBatch", "RunSettings", "hints_of", "padding_hints"]
-
 _MOSTLY_WORK: Final = 0.5  # where the GPU works for a smaller share of the time, faster kernels bring little
 # compute capabilities: Volta has tensor cores for float16; Ampere for bfloat16 and TF32 as well
 _TENSOR_CORES: Final = (7, 0)
@@ -21,7 +19,6 @@ _LITTLE_ACTIVITY: Final = 60.0
 _LARGER: Final = 1.5
 _FILLED: Final = 0.9
 _NO_LARGER_BATCH: Final = 8.0  # beyond that the estimate says no more than: much larger
-
 
 _PADDED: Final = 0.1  # share of the tokens that grouping by length has to save to be worth a hint
 

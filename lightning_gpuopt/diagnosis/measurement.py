@@ -90,8 +90,7 @@ class Measurement:
     def collectives_s(self) -> float | None:
         """Seconds of a mean step in which collectives ran exposed on this rank; None where that is not known.
 
-        On the GPU by the close look; without one, as on the CPU, by DDP's reducer: torch times its first ten
-        reductions, then one in a hundred.
+        By the close look; without one by DDP's reducer: torch times its first ten reductions, then one in a hundred.
         """
         if self.waterfall.on_gpu and self.look is not None:
             return None if self.look_pending else self.look.communication_s
@@ -113,10 +112,7 @@ class Measurement:
 
     @property
     def metric_sync_s(self) -> float:
-        """Seconds of waits for metric reductions on the CPU.
-
-        The rank that waits least counts, since the others wait for a slower one; 0 until their figures are there.
-        """
+        """Seconds of waits for metric reductions on the CPU, of the rank that waits least; 0 until all are known."""
         if self.waterfall.on_gpu:
             return 0.0
         ranks_s = [rank.metric_sync_s for rank in self.ranks if rank.metric_sync_s is not None]

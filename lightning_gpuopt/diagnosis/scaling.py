@@ -66,8 +66,6 @@ class LinkForecast:
 
 @dataclass(frozen=True)
 class Scaling:
-    """A run on one GPU, and what it would be on several."""
-
     ranks: int  # GPUs, with a process and a loader each
     gradient_bytes: int  # reduced by a step
     buckets: int  # collectives in which it does
@@ -76,30 +74,6 @@ class Scaling:
     cpus_per_rank: float | None  # where the GPUs are in one machine; None: not measured
     links: list[LinkForecast]
     notes: list[str]  # what is not known, and what was assumed for it
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """The reduction of gradients, in seconds; per batch it is a part where gradients are accumulated."""
-
-    ranks: int
-    whole_s: float  # all buckets
-    last_s: float  # the last bucket, beside which no backward pass runs
-    overhead_s: float  # what each batch takes besides
-    batches: int  # between two reductions
-
-    def exposed_s(self, own_s: float) -> float:
-        """What a batch takes longer, with so much work of its own."""
-        return max(self.last_s, self.whole_s - _BACKWARD * own_s) / self.batches + self.overhead_s
-
-    @property
-    def slower_below_s(self) -> float:
-        """The own work with which ``own + exposed`` is ``ranks * own``."""
-        others, hidden = self.ranks - 1, _BACKWARD / self.batches
-        return max(
-            (self.last_s / self.batches + self.overhead_s) / others,
-            (self.whole_s / self.batches + self.overhead_s) / (others + hidden),
-        )
 
 
 def scaling(
@@ -117,11 +91,13 @@ def scaling(
     """
     measured_s = _step_on_one_gpu(report)
     size = gradient_bytes if gradient_bytes is not None else _gradient_bytes(report)
-    costs, own_share, run = report.loader_costs, 1.0, _without_loader(measured_s)
+    costs, own_share = report.loader_costs, 1.0
     if costs is not None or change != _AS_IT_IS:
         run = run_of(report, change)
-    else:
+    else:  # nothing is known of the loader
         own_share -= report.headroom or 0.0
+        model = LoaderModel(0.0, 0.0, measured_s, 0.0, (math.inf,) * 3)
+        run = Run(measured_s, measured_s, model, (model,) * 3, 0, 2)
     cpus = run.then[1].cpus[1] / ranks
     links = [link] if link is not None else ASSUMED
     return Scaling(
@@ -136,19 +112,14 @@ def scaling(
     )
 
 
-def _without_loader(step_s: float) -> Run:
-    """A run of whose loader nothing is known."""
-    model = LoaderModel(0.0, 0.0, step_s, 0.0, (math.inf,) * 3)
-    return Run(step_s, step_s, model, (model,) * 3, 0, 2)
-
-
 def _over(
     link: Link, ranks: int, size: int, report: RunRecord, change: WhatIf, run: Run, own_share: float
 ) -> LinkForecast:
     """The run over one kind of link; ``own_share`` is the part of a step that is its own work."""
     batches = int(_digits(report, "accumulate_grad_batches") or 1)
-    reductions = [_reduction(link, ranks, size, batches, side) for side in range(3)]
-    exposed = [each.exposed_s(model.consumer_s * own_share) for each, model in zip(reductions, run.then, strict=True)]
+    own_s = [model.consumer_s * own_share for model in run.then]
+    reduced = [_reduced(link, ranks, size, batches, side, own_s[side]) for side in range(3)]
+    exposed = [exposed_s for exposed_s, _ in reduced]
     low, mid, high = (each / (1 if link.own_cpus else ranks) for each in run.then[1].cpus)
     then = [
         replace(model, consumer_s=model.consumer_s + exposed_s / (1 + sign * STEP_SPREAD), cpus=(low, mid, high))
@@ -168,17 +139,24 @@ def _over(
         step_s=(low_s, mid_s, high_s),
         speedup=(low, mid, high),
         linear_percent=100 * mid / ranks,
-        slower_below_s=_interval([each.slower_below_s for each in reductions]),
+        slower_below_s=_interval([below_s for _, below_s in reduced]),
         limit=limit,
     )
 
 
-def _reduction(link: Link, ranks: int, size: int, batches: int, side: int) -> _Reduction:
-    """A ring: each GPU sends and receives ``2 (n - 1) / n`` of the bytes. At best the link is at its fastest."""
-    buckets = _buckets(size)
+def _reduced(link: Link, ranks: int, size: int, batches: int, side: int, own_s: float) -> tuple[float, float]:
+    """What a batch with so much own work takes longer, and the own work with which ``own + that`` is ``ranks * own``.
+
+    A ring: each GPU sends and receives ``2 (n - 1) / n`` of the bytes, once in so many batches. At best the link is at
+    its fastest. Beside the last bucket no backward pass runs.
+    """
+    buckets, overhead_s = _buckets(size), _STEP_OVERHEAD_S[side]
     sent = 2 * (ranks - 1) / ranks * size / buckets
-    bucket_s = sent / (link.gb_per_s[2 - side] * 1e9) + link.latency_s[side]
-    return _Reduction(ranks, buckets * bucket_s, bucket_s, _STEP_OVERHEAD_S[side], batches)
+    last_s = sent / (link.gb_per_s[2 - side] * 1e9) + link.latency_s[side]
+    exposed_s = max(last_s, buckets * last_s - _BACKWARD * own_s) / batches + overhead_s
+    unhidden_s = (last_s / batches + overhead_s) / (ranks - 1)
+    hidden_s = (buckets * last_s / batches + overhead_s) / (ranks - 1 + _BACKWARD / batches)
+    return exposed_s, max(unhidden_s, hidden_s)
 
 
 def _buckets(size: int) -> int:

@@ -124,7 +124,7 @@ def waterfall_of(
         unsure_s, inside_s = inside_s, 0.0
     copies_s = _copies_s(gpu, look)
     if sync_share is None:
-        sync_share = 1.0 if syncs is not None and _the_user_waits(syncs) else 0.0
+        sync_share = float(syncs is not None and syncs.steps > 0 and syncs.count >= _SYNCS_A_STEP * syncs.steps)
     return Waterfall(
         on_gpu=True,
         wall_s=wall_s,
@@ -149,10 +149,7 @@ def _aside_s(gpu: GpuTimes) -> float:
 
 
 def _with_waits_seen(gpu: GpuTimes) -> GpuTimes:
-    """With the idle time of hooks that wait for the GPU as seen in their waits.
-
-    Such a hook looks idle from outside; the rest of its time is work that it has queued.
-    """
+    """With the idle time of hooks that wait for the GPU as seen in their waits; the rest is work that they queued."""
     if not gpu.looked_at:
         return gpu
     idle, queued = dict(gpu.idle), dict(gpu.queued)
@@ -236,8 +233,7 @@ def _made_longer_by_pauses(gpu: GpuTimes) -> float:
 def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:
     """Idle seconds inside the steps, if the GPU was busy for so many percent of the time.
 
-    What lies between the steps (validation, checkpoints) is taken as idle: the benefit of the doubt. NVML counts no
-    copies; they are a cause of their own.
+    What lies between the steps is taken as idle: the benefit of the doubt. Copies are a cause of their own.
     """
     between_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name)) + gpu.copy_s
     return max(wall_s * (1 - percent / 100) - aside_s - between_s, 0.0)
@@ -276,10 +272,6 @@ def may_idle(gpu: GpuTimes, threshold: float) -> bool:
 def hooks_s(gpu: GpuTimes) -> float:
     """Seconds for which hooks seem to have left the GPU idle."""
     return sum(seconds for name, seconds in gpu.idle.items() if "." in name and not name.startswith(_OWN))
-
-
-def _the_user_waits(syncs: SyncSighting) -> bool:
-    return syncs.steps > 0 and syncs.count >= _SYNCS_A_STEP * syncs.steps
 
 
 def _exposed_by(gpu: GpuTimes) -> str:

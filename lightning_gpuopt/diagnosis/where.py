@@ -117,8 +117,8 @@ def sentence(spots: HotSpots) -> str:
     )
 
 
-def title(place: CodeLocation) -> str:
-    """A place's function, with the transform around it where its name does not tell."""
+def title(place: CodeLocation | Call) -> str:
+    """The function of a place or a call, with the transform around it where its name does not tell."""
     if not place.transform or place.transform in place.name.split("."):
         return place.name
     return f"{place.transform}: {place.name}"

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-__all__ = ["SCHEMA_VERSION", "Check", "Status", "as_data", "by_weight", "not_known", "tally"]
-
 SCHEMA_VERSION: Final = 1
 
 Status = Literal["ok", "note", "problem", "unknown"]

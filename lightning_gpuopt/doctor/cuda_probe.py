@@ -32,7 +32,8 @@ def probe(clock: Callable[[], float] = time.perf_counter) -> CudaFacts:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        return CudaFacts(refusal=_in_one_line(str(warned[0].message)) if warned else "")
+        refusal = str(warned[0].message).partition("(Triggered internally")[0] if warned else ""
+        return CudaFacts(refusal=" ".join(refusal.split()))
     began_s = clock()
     devices: list[CudaDeviceFacts] = []
     failure = ""
@@ -71,11 +72,6 @@ def copy_rates(device: torch.device, uuid: str, clock: Callable[[], float] = tim
     pinned_gb_s, pageable_gb_s = rate(pinned), rate(pageable)
     generation, lanes = _link_while(lambda: copy(pinned), uuid) if uuid else (None, None)
     return CopyRates(pinned_gb_s, pageable_gb_s, generation, lanes)
-
-
-def _in_one_line(warning: str) -> str:
-    """What a warning of torch says, without where in its source it was."""
-    return " ".join(warning.partition("(Triggered internally")[0].split())
 
 
 def _link_while(copy: Callable[[], object], uuid: str) -> tuple[int | None, int | None]:

@@ -17,8 +17,6 @@ from lightning_gpuopt.doctor.version_checks import LOOKED_AT, version_checks
 from lightning_gpuopt.telemetry.health import HealthQuestion, NvmlHealth
 from lightning_gpuopt.utils.bounded import NoAnswerError, within
 
-__all__ = ["examine"]
-
 _NVML_S: Final = 3.0
 _CUDA_S: Final = 15.0  # a machine of eight GPUs without persistence mode takes 5 s or so to start CUDA
 _PATH_S: Final = 5.0
@@ -26,10 +24,7 @@ _DATA_S: Final = 60.0  # a file system that has not answered by then: half of it
 
 
 def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list[Check]:
-    """Look at GPUs, host and versions, and at a dataset where a path is given; OSError where that is no folder or file.
-
-    ``probe`` is the command that asks CUDA; None: ours.
-    """
+    """Look at GPUs, host, versions, and a dataset (OSError: no such path); ``probe`` asks CUDA (None: ours)."""
     silent = ""
     if data is not None:
         try:

@@ -4,17 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "CopyRates",
-    "CudaDeviceFacts",
-    "CudaFacts",
-    "DataFacts",
-    "HostFacts",
-    "MemoryRates",
-    "ReadRates",
-    "TorchFacts",
-]
-
 
 @dataclass(frozen=True)
 class TorchFacts:

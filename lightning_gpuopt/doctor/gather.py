@@ -22,8 +22,6 @@ from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts,
 from lightning_gpuopt.telemetry.host import HostWatch, allowed_cpus, cgroups, quota_cpus, throttling
 from lightning_gpuopt.telemetry.process import entries
 
-__all__ = ["CudaProbe", "free_cpus", "host_facts", "memory_rates", "torch_facts", "versions_of"]
-
 _MIB: Final = 1024 * 1024
 _COPIED: Final = 256 * _MIB  # larger than the caches of a socket, but for a few of the largest
 _COPIES: Final = 3
@@ -121,7 +119,6 @@ def torch_facts() -> TorchFacts:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those distributions that are installed."""
     found: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

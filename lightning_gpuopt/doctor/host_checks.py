@@ -12,8 +12,6 @@ from lightning_gpuopt.doctor.gpu_checks import count_of_gpus
 from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.tuning.caps import files_wanted
 
-__all__ = ["host_checks"]
-
 _CPUS_A_GPU: Final = 2.0  # one for the training process and one for a worker, at least
 _BUSY_SHARE: Final = 0.5  # where less than this share of the CPUs is idle, others use them
 _THROTTLED_PERCENT: Final = 5.0

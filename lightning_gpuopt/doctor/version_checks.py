@@ -8,8 +8,6 @@ from typing import Final
 
 from lightning_gpuopt.doctor.check import Check
 
-__all__ = ["LOOKED_AT", "version_checks"]
-
 _COMPROMISED: Final = ("2.6.2", "2.6.3")  # of lightning: uploads that were not its makers', GHSA-w37p-236h-pfx3
 _MIN_CUDA_OF_DALI: Final = 12  # major version of CUDA of the oldest DALI that the extras install
 _DALI: Final = re.compile(r"nvidia-dali-cuda(\d+)0")

@@ -21,6 +21,7 @@ from lightning_gpuopt.images.decode import (
     decode_pil,
     exact_pixels,
     exact_tensor,
+    is_swapped,
     jpeg_size,
 )
 
@@ -29,7 +30,6 @@ Interpolation = Literal["bilinear", "bicubic", "nearest"]
 SCALE: Final = (0.08, 1.0)
 RATIO: Final = (3 / 4, 4 / 3)
 _ATTEMPTS: Final = 10
-_SWAPPED: Final = 5  # EXIF orientations from here on swap height and width
 
 
 class Area(NamedTuple):
@@ -139,7 +139,7 @@ class RandomCrops:
             pixels = np.asarray(decode_pil(data))
             return cut(pixels, self._area(*pixels.shape[:2]), self.size, self.interpolation)
         height, width, orientation = header
-        if orientation >= _SWAPPED:
+        if is_swapped(orientation):
             height, width = width, height
         return crop(data, self._area(height, width), orientation, self.size, self.interpolation)
 
@@ -193,7 +193,7 @@ def crop(
 ) -> torch.Tensor:
     """Decode an area of an upright JPEG file and resize it: uint8 ``[3, size, size]``. OSError as of `decode_pil`."""
     upright = area.of_height, area.of_width
-    height, width = upright[::-1] if orientation >= _SWAPPED else upright  # as stored
+    height, width = upright[::-1] if is_swapped(orientation) else upright  # as stored
     # libjpeg-turbo halves and quarters as it decodes; other factors are slower than decoding in full.
     least = max(size / area.height, size / area.width)
     last_row = area.top + area.height if orientation == 1 else height

@@ -110,10 +110,8 @@ class ImageFiles:
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes all files have: from the sizes of some of them, the same ones each time."""
-        looked_at = range(0, len(self), max(1, len(self) // _SIZES))
-        sampled = sum(_size(os.path.join(self.path, self.name(index))) for index in looked_at)
-        return sampled * len(self) // len(looked_at)
+        """See `about_bytes`."""
+        return about_bytes(len(self), lambda index: os.path.join(self.path, self.name(index)))
 
     def digest(self) -> str:
         """A hash of the names of all files."""
@@ -121,6 +119,12 @@ class ImageFiles:
         for folder in self.folders:
             folders.append(folder)
         return self._names.digest() + folders.digest()
+
+
+def about_bytes(count: int, path_of: Callable[[int], str]) -> int:
+    """About how many bytes so many files have: from the sizes of some of them, the same ones each time."""
+    looked_at = range(0, count, max(1, count // _SIZES))
+    return sum(_size(path_of(index)) for index in looked_at) * count // len(looked_at)
 
 
 def read_file(path: str) -> bytes:

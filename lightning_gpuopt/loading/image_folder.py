@@ -17,11 +17,7 @@ from lightning_gpuopt.loading.labels import Labels
 from lightning_gpuopt.loading.transforms import Transform, name_sample, transformed
 from lightning_gpuopt.utils.arguments import choice
 
-_DECODERS: Final[dict[str, Decoder]] = {
-    "pil": decode_pil,
-    "tensor": decode_tensor,
-    "raw": bytes,
-}
+_DECODERS: Final[dict[str, Decoder]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": bytes}
 
 
 class ImageFolder(Dataset[Any]):

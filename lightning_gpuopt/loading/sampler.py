@@ -221,10 +221,7 @@ class ElasticSampler(DistributedSampler[int]):
 
 
 class ElasticBatchSampler(BatchSampler):
-    """Batches of an `ElasticSampler`; of another sampler, as torch's BatchSampler makes them.
-
-    Lightning puts a plain sequential sampler in for ``overfit_batches``.
-    """
+    """Batches of an `ElasticSampler`; else (Lightning's ``overfit_batches``) as torch's BatchSampler makes them."""
 
     announce: Callable[[Sequence[int]], None] | None = None  # gets a batch's indices, `ahead` batches early
     ahead = 2

@@ -10,12 +10,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.loaders.sample_keys import each_of
 from lightning_gpuopt.loading.datasets import (
@@ -30,9 +31,6 @@ from lightning_gpuopt.loading.datasets import (
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.prefetch.randomness import RandomStates
-
-if TYPE_CHECKING:
-    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 
 class EpochSamples(Dataset[Any]):
@@ -91,7 +89,6 @@ class EpochSamples(Dataset[Any]):
         return samples
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Begin to read the samples of a batch, where that helps."""
         read_ahead(self.dataset, indices)
 
     def read(self, index: int, epoch: int, position: int) -> Any:

@@ -90,17 +90,15 @@ def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, A
     echo = kind == "SIGTERMException" or (record.worker is None and _LOST.search(text) is not None)
     frames = error.get("frames")
     innermost = str(frames[-1]) if isinstance(frames, (list, tuple)) and frames else ""
-    index = error.get("index", record.index)
-    process = Process(record.rank, record.worker, record.pid)
     return Death(
-        process=process,
+        process=Process(record.rank, record.worker, record.pid),
         rank=rank,
         record=record,
         at_s=time_of(error) or record.written_s,
         kind=ECHO if echo else PLAIN,
         error=error,
         where=str(error.get("where") or "") or innermost or record.place or None,
-        index=index,
+        index=error.get("index", record.index),
     )
 
 

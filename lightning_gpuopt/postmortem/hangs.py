@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -163,13 +164,9 @@ def _stuck(ranks: Sequence[_Rank], uneven: Uneven | None) -> _Rank:
         return min(running, key=lambda each: (each.entry["collective_seq_id"], each.record.rank))
     waiting = [each for each in running if each.waits_for_batch]
     if not waiting and len({each.collective for each in running}) > 1:  # one has taken another way through the code
-        return min(running, key=lambda each: (_like(each, running), not _in_own_call(each), _quiet_since(each)))
+        alike = Counter(each.collective for each in running)
+        return min(running, key=lambda each: (alike[each.collective], not _in_own_call(each), _quiet_since(each)))
     return min(waiting or running, key=_quiet_since)
-
-
-def _like(rank: _Rank, others: Sequence[_Rank]) -> int:
-    """How many wait in the same collective."""
-    return sum(each.collective == rank.collective for each in others)
 
 
 def _in_own_call(rank: _Rank) -> bool:
@@ -253,10 +250,7 @@ def _at(
 
 def _why_rank(stuck: _Rank, ranks: Sequence[_Rank], uneven: Uneven | None) -> tuple[str, str]:
     if uneven is not None:
-        return (
-            "the ranks have different numbers of batches",
-            UNEVEN_ADVICE,
-        )
+        return "the ranks have different numbers of batches", UNEVEN_ADVICE
     running = [each for each in ranks if not each.record.ended]
     if stuck.collective and len(running) > 1:
         names = {each.collective for each in running}

@@ -94,10 +94,7 @@ def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _columns(tree: Any, at: int) -> tuple[Callable[[Columns], Any], list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """What makes ``default_collate``'s batch from columns, beginning with number `at`, and their dtypes and shapes.
-
-    TypeError where a part of the sample is not a number or an array of numbers.
-    """
+    """What makes a batch of columns from number `at` on, and their dtypes and shapes; TypeError: other than numbers."""
     kind, *rest = tree
     if kind in ("tuple", "list", "dict"):
         columns: list[tuple[torch.dtype, tuple[int, ...]]] = []

@@ -20,8 +20,6 @@ from lightning_gpuopt.telemetry.nvml import (
 from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, join_thread
 from lightning_gpuopt.telemetry.visible import NvmlDevice, visible_devices
 
-__all__ = ["READINGS", "GpuHealth", "HealthQuestion", "NvmlHealth"]
-
 log = logging.getLogger(__name__)
 
 READINGS: Final = frozenset(

@@ -28,7 +28,6 @@ _Times = dict[str, tuple[int, int]]
 _WAIT_PER_CPU_S = 200  # seconds of wait per second of CPU that a reading takes: 0.5 % of a core, up to the longest wait
 _MAX_WAIT_S = 20.0  # however much a reading took: a garbage collection that falls into one is not a cost of reading
 
-
 _MIB = 1024 * 1024
 _MAX_BYTES = 4096  # more than any file has that is read whole, again and again
 

@@ -45,10 +45,7 @@ class MemoryFiles:
     """Where procfs, cgroups and shared memory are mounted."""
 
     def __init__(
-        self,
-        proc: Path = Path("/proc"),
-        cgroup_root: Path = Path("/sys/fs/cgroup"),
-        shm: Path = Path("/dev/shm"),
+        self, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup"), shm: Path = Path("/dev/shm")
     ) -> None:
         self._proc = proc
         self._shm = shm
@@ -92,13 +89,8 @@ class MemoryFiles:
 
     def available(self) -> int | None:
         """Bytes available on the machine."""
-        try:
-            for line in (self._proc / "meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        except (OSError, ValueError, IndexError):
-            pass
-        return None
+        kib = _number_of(self._proc / "meminfo", "MemAvailable:")
+        return None if kib is None else kib * 1024
 
     def shared(self) -> tuple[int | None, int | None]:
         """Free bytes of shared memory, and its size."""

@@ -13,8 +13,6 @@ from lightning_gpuopt.telemetry.visible import DeviceNotFoundError
 from lightning_gpuopt.telemetry.window import Fleet, RankWindow
 from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
-__all__ = ["GpuMonitor"]
-
 
 class GpuMonitor:
     """Monitor GPUs from here to :meth:`close`; all methods are for one thread, and none of them makes an NVML call.

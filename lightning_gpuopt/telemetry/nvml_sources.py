@@ -12,8 +12,6 @@ from typing import Any
 
 import pynvml
 
-__all__ = ["NEIGHBOUR", "Failed", "Handles", "MetricSource", "Value", "make_source", "ways_to_read"]
-
 _MIB = 1024 * 1024
 
 # NVML wants 100 ms between GPM samples; the rest is for a thread that wakes a little early against the last time
@@ -38,13 +36,8 @@ the hardware slows down, from one that works within its power limit as it is mea
 has set a lower clock) is for ``telemetry.health``.
 """
 
-
 NEIGHBOUR = "process "  # beginning of the series of another process on the GPU; its identifier follows
-_NOT_TOLD = (
-    pynvml.NVML_ERROR_NOT_SUPPORTED,
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-    pynvml.NVML_ERROR_NO_PERMISSION,
-)
+_NOT_TOLD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION)
 
 _GENERATIONS = 4  # from a process to its parents: workers, and what they start
 _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)

@@ -19,9 +19,7 @@ from lightning_gpuopt.telemetry.nvml import (
 )
 from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, SamplePace, join_thread
 from lightning_gpuopt.telemetry.visible import Chosen, DeviceNotFoundError, NvmlDevice
-from lightning_gpuopt.telemetry.window import Accumulator, DeviceWindow
-
-__all__ = ["GpuSampler"]
+from lightning_gpuopt.telemetry.window import DeviceWindow, Stat, merge
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +56,7 @@ class GpuSampler:
         self._reported: set[str] = set()
         self._readers: list[DeviceReader] = []
         self._lock = threading.Lock()
-        self._window: dict[tuple[str, str], Accumulator] = {}
+        self._window: dict[tuple[str, str], Stat] = {}
         self._opened = threading.Event()
         self._ended = threading.Event()
         self._read_until_s = float("inf")
@@ -133,8 +131,7 @@ class GpuSampler:
                 self._notify(reader.notices.popleft())
             with self._lock:
                 for value in values:
-                    accumulator = self._window.setdefault((reader.device.uuid, value.reading), Accumulator())
-                    accumulator.add(value.value, value.weight)
+                    merge(self._window, {(reader.device.uuid, value.reading): Stat.of(value.value, value.weight)})
 
     def close(self) -> None:
         """Free what is held; called by the thread."""
@@ -198,15 +195,14 @@ class GpuSampler:
             self._reported.add(notice.cause)
             self.notices.append(notice)
 
-    def _as_windows(self, window: dict[tuple[str, str], Accumulator]) -> tuple[DeviceWindow, ...]:
-        stats = {key: accumulator.freeze() for key, accumulator in window.items()}
+    def _as_windows(self, window: dict[tuple[str, str], Stat]) -> tuple[DeviceWindow, ...]:
         return tuple(
             DeviceWindow(
                 chosen.device.uuid,
                 chosen.device.index,
                 chosen.device.mig_slot,
                 chosen.ordinal,
-                {reading: stat for (uuid, reading), stat in stats.items() if uuid == chosen.device.uuid},
+                {reading: stat for (uuid, reading), stat in window.items() if uuid == chosen.device.uuid},
             )
             for chosen in self.devices
         )

@@ -12,18 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = [
-    "Chosen",
-    "CudaDevice",
-    "CudaOrdinal",
-    "DeviceNotFoundError",
-    "NvmlDevice",
-    "NvmlIndex",
-    "Visible",
-    "choose_devices",
-    "visible_devices",
-]
-
 CudaOrdinal = NewType("CudaOrdinal", int)  # number of a device in CUDA, after ``CUDA_VISIBLE_DEVICES``
 NvmlIndex = NewType("NvmlIndex", int)  # number of a physical GPU in NVML and nvidia-smi
 

@@ -207,7 +207,6 @@ class WatchedRun(CallbackBase):
             write_whole(self._folder / CEILING_FILE, as_json(ceiling))
 
     def _quit(self, pl_module: LightningModule) -> None:
-        """The process ends in this ``fit``."""
         if self._of_loader is None:
             with suppress(Exception):  # what has failed may have been this
                 self._loader_measured()

@@ -25,7 +25,6 @@ from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
 _CAPPED: Final = 10.0  # percent of the time for which a power cap is worth a note
 
-
 _OFTEN: Final = 0.5  # from so many retries of the allocator a step on the host waits for it
 _FREE: Final = 0.2  # a single CPU with less than this left is full
 

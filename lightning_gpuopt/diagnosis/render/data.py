@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.gate import Gate
-    from lightning_gpuopt.diagnosis.record import RunRecord
+from lightning_gpuopt.diagnosis.compare import Comparison
+from lightning_gpuopt.diagnosis.gate import Gate
+from lightning_gpuopt.diagnosis.record import RunRecord
 
 
 def comparison_data(comparison: Comparison, gate: Gate | None = None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ _LIMITS: Final = LIMITS | {"reduction": "the reduction of gradients"}
 
 
 def render_scaling(scaling: Scaling, width: int = 80) -> str:
-    """A forecast for several GPUs as plain text, ``width`` columns wide."""
     console = new_console(width)
     console.print(Text(_run(scaling)))
     for each in scaling.links:

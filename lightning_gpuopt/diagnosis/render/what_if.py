@@ -25,7 +25,6 @@ LIMITS: Final = {
 
 
 def render_forecast(forecast: Forecast, width: int = 80) -> str:
-    """A forecast as plain text, ``width`` columns wide."""
     console = new_console(width)
     console.print(_table(forecast))
     console.print(Text(f"Expected: {wording.gain(forecast.speedup)} the samples per second"))

@@ -6,21 +6,27 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
-from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS
+from lightning_gpuopt.diagnosis.compare import Comparison
+from lightning_gpuopt.diagnosis.gate import Gate
+from lightning_gpuopt.diagnosis.record import (
+    ENOUGH_STEPS,
+    Change,
+    Finding,
+    HotSpots,
+    Proof,
+    Risk,
+    RunRecord,
+    Stretch,
+)
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name, is_in_user_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
 from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
-
-if TYPE_CHECKING:
-    from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.gate import Gate
-    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
-    from lightning_gpuopt.measurements.loader_costs import Interval
 
 # share of the run that steps and their number may leave over before the report says which steps are meant
 _ADDS_UP: Final = 0.02
@@ -157,7 +163,6 @@ def _both(steps: tuple[int, int]) -> str:
 
 
 def change_line(change: Change) -> str:
-    """What became of a change: what was predicted, what was measured, and whether it was kept."""
     parts = [f"predicted {gain(change.predicted)}"] if change.predicted is not None else []
     if change.measured is not None:
         parts.append(f"measured {speedup(change.measured)}")
@@ -281,13 +286,7 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
 def kernel_rows(report: RunRecord) -> list[tuple[str, ...]]:
     """The dearest kernels: name, kind, share, calls in a step, module."""
     return [
-        (
-            each.name,
-            each.kind.replace("_", " "),
-            percent(each.share),
-            number(each.calls_per_step),
-            each.module,
-        )
+        (each.name, each.kind.replace("_", " "), percent(each.share), number(each.calls_per_step), each.module)
         for each in report.kernels
     ]
 
@@ -392,10 +391,6 @@ def phase_rows(report: RunRecord) -> list[tuple[str, float, list[str]]]:
     bases = [stretch for _, stretch in time_bases(report)]
     names = [name for name, seconds in report.phases.items() if seconds > 0 and report.wall_s > 0]
     return [
-        (
-            name,
-            bases[0].share(name),
-            [f"{duration(each.phases[name])} ({percent(each.share(name))})" for each in bases],
-        )
+        (name, bases[0].share(name), [f"{duration(each.phases[name])} ({percent(each.share(name))})" for each in bases])
         for name in sorted(names, key=bases[0].share, reverse=True)
     ]

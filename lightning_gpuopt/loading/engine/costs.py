@@ -19,7 +19,6 @@ _TRIMMED: Final = 100  # one in so many delays, the longest ones, may be another
 # of the time, threads of a process may hold its interpreter lock without waiting much for one another
 _FULL: Final = 0.8
 
-
 _BATCHES: Final = 256  # so many batches, the last ones, say how long slow samples take
 _RECURRING: Final = 3  # what so many samples take is usual: one or two may be files that were opened for the first time
 # of the times between two batches, the longest ones: waits for slow samples, validation, the end of an epoch

@@ -40,7 +40,6 @@ class _Drawn:
         self._indices: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def draw(self, indices: Iterator[Any]) -> None:
-        """Draw those of one more batch."""
         try:
             self._indices.put((next(indices), None))
         except Exception as error:  # StopIteration, or what the sampler raises

@@ -26,7 +26,6 @@ from lightning_gpuopt.timeline.worker_clock import clock_of
 TICKET: Final = struct.Struct("<HHI")
 DONE: Final = struct.Struct("<q")  # what a thread says of a batch whose last sample is in: its sequence
 
-
 _FIRST_S: Final = 0.05  # so many seconds of samples, but no more than a batch, show what they cost
 SENT: Final = struct.Struct("<qq")  # what stands before something that is sent: the batch's sequence, and the row
 # what one of the processes gets in place of the layout, which it is then to find
@@ -176,7 +175,6 @@ class LoaderProcess:
         os.write(self.done.fd, DONE.pack(sequence))
 
     def put(self, slot: int, row: int, sample: Any) -> None:
-        """Put a sample into its row."""
         if isinstance(sample, Skipped):
             self._send(slot, row, sample)
             self.control.set_state(slot, row, 1, SKIPPED)
@@ -261,8 +259,3 @@ class _Records(_Rows):
         arrays, _ = self._process.places(block)
         self._process.samples.read_into(indices, arrays, self.first, block)
         control.set_state(slot, self.first, len(indices), PLACED)
-
-
-def run(work: LoaderProcess, worker: int, connection: Connection) -> None:
-    """A loader process's ``main``; see `LoaderProcess.run`."""
-    work.run(worker, connection)

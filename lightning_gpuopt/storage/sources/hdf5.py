@@ -47,7 +47,6 @@ class _Column:
         self._pid = 0
 
     def row(self, dataset: h5py.Dataset, index: int) -> Any:
-        """A row, as it is stored."""
         if self._block is None or self._pid != os.getpid() or not 0 <= index - self._first < len(self._block):
             source = dataset.asstr(errors="surrogateescape") if self.is_text else dataset
             self._first = index - index % self._rows

@@ -6,6 +6,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -72,7 +73,7 @@ class ParquetSource(RowSource):
         self.classes = _classes(schema)
         with reading(paths[self._groups[0][0]], f"row group {self._groups[0][1]} cannot be read"):
             self._image_columns = self._find_images(schema)
-        self._reader: PerProcess[_Reader] = PerProcess(self._make_reader)
+        self._reader: PerProcess[_Reader] = PerProcess(partial(_Reader, self))
 
     def _open(self, number: int) -> pq.ParquetFile:
         try:
@@ -81,9 +82,6 @@ class ParquetSource(RowSource):
             raise missing_extra("pyarrow", error) from error
         # Without a buffer the chunks of a whole row group would be read at once.
         return pq.ParquetFile(self._paths[number], pre_buffer=False, buffer_size=1 << 20)
-
-    def _make_reader(self) -> _Reader:
-        return _Reader(self)
 
     def _find_images(self, schema: pa.Schema) -> dict[str, Convert]:
         """The columns of images and how to get an image's bytes: told by their type, or by what they begin with."""
@@ -142,10 +140,7 @@ class ParquetSource(RowSource):
         self._reader.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {
-            "file_bytes": self._file_bytes,
-            "columns": digest([self._schema.encode()]),
-        }
+        return super().fingerprint() | {"file_bytes": self._file_bytes, "columns": digest([self._schema.encode()])}
 
 
 class _Reader:

@@ -41,8 +41,6 @@ def _run_here(task: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 @dataclass(frozen=True)
 class Indexing:
-    """How tars are looked through."""
-
     directory: Path | None = None  # of the indexes, for other processes and a later run; None: in memory
     # calls a function with each tar, here or in other processes
     run: Callable[[Callable[[Item], None], Sequence[Item]], None] = _run_here

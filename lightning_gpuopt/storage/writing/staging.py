@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -141,11 +141,9 @@ class Staging:
             )
         remove(done)
 
-    @contextlib.contextmanager
-    def kept_from_children(self) -> Iterator[None]:
+    def kept_from_children(self) -> contextlib.AbstractContextManager[None]:
         """In this context the processes that are forked do not share the lock."""
-        with self._locks.kept_from_children():
-            yield
+        return self._locks.kept_from_children()
 
     def publish(self, manifest: Manifest) -> None:
         """Rename it to `path`, durably; FileExistsError where something that must stay is there by now."""
@@ -296,10 +294,8 @@ class Staging:
         for name in os.listdir(self.directory):
             if name.endswith("lock") or name.startswith((PLAN, MARKER, INDEX)):
                 (self.directory / name).unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # something that is not ours; it stays
             self.directory.rmdir()
-        except OSError:  # something that is not ours; it stays
-            return
 
 
 def finished_directory(directory: Path, number: int) -> Path:
