@@ -37,7 +37,6 @@ _BECAUSE = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``find-workers``."""
     add = parser.add_argument
     add(
         "loader",

@@ -36,7 +36,6 @@ _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``watch``."""
     add = parser.add_argument
     add("--fix", action="store_true", help="apply fixes while training runs, and keep those with a proven gain")
     add("--exact", action="store_true", help="with --fix: change only loaders known not to draw in workers")

@@ -20,10 +20,9 @@ from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.other_decoder import as_ppm, for_other_decoder
-from lightning_gpuopt.loading.heap import keep_heap
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
-from lightning_gpuopt.loading.samples import SkippedSamples
+from lightning_gpuopt.loading.samples import SkippedSamples, keep_heap
 
 PPM: Final = b"P6"  # how the files begin that PIL has decoded: no others of that format are given to DALI
 MAX_THREADS: Final = 16

@@ -20,8 +20,6 @@ _UNKNOWN: Final = "–"
 
 @dataclass(frozen=True)
 class Run:
-    """One training of the demo."""
-
     settings: DemoSettings
     outcome: Outcome
     step: Step | None = None  # the advice that it applied; None for the first run

@@ -63,8 +63,6 @@ EXPECTED_WARNINGS = (
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """One training run of the demo."""
-
     data_dir: Path  # with ``train`` and ``val``; for "lmdb" ``train.lmdb`` and ``val.lmdb``
     output_dir: Path  # of the report and the metrics
     epochs: int
@@ -84,8 +82,6 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed."""
-
     report: StallReport
     gpu: dict[str, float]  # figures over the whole run, empty without a GPU
     accuracy_percent: float  # of the last validation

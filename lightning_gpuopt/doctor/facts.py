@@ -86,8 +86,6 @@ class ReadRates:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a dataset on a disk is like."""
-
     path: str  # as it was given
     kind: str  # ``"folder"``, ``"lmdb"`` (one of this package's) or ``"file"``
     file_system: str = ""  # its type: ``"ext4"``, ``"nfs4"``; empty where not known

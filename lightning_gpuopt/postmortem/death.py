@@ -63,8 +63,6 @@ class ProcessEnd:
 
 @dataclass(frozen=True)
 class Death:
-    """What ended a rank."""
-
     process: Process  # the one that it began with: the rank, or a worker of it
     rank: FlightRecord  # record of the rank
     record: FlightRecord | None  # of the process; None where there is none

@@ -149,7 +149,6 @@ class Manifest:
         return LMDBInfo(self.num_samples, self.num_bytes, len(self.shards), self.num_skipped, self.classes)
 
     def to_json(self) -> str:
-        """The text of manifest.json."""
         content = {
             "format": FORMAT,
             "version": VERSION,

@@ -197,7 +197,6 @@ def _check(task: _Task) -> tuple[int, list[Problem]]:
 
 
 def _check_sample(files: _ShardFiles, task: _Task, index: int, offset: int, length: int) -> str | None:
-    """What is wrong with a sample."""
     if offset + length > task.shard.file_bytes:
         return "the record table says that it ends behind the file's end"
     try:
@@ -217,7 +216,6 @@ def _check_sample(files: _ShardFiles, task: _Task, index: int, offset: int, leng
 
 
 def _check_files(files: _ShardFiles, shard: Shard) -> Iterator[Problem]:
-    """What is wrong with a shard's files as wholes."""
     try:
         with files.path.open("rb") as stream:
             if file_digest(stream) != shard.file_digest:

@@ -306,7 +306,6 @@ class HostWatch:
         return min(rates["idle"] / self._sharers, self._usable_cpus, max(self._quota_cpus - own, 0.0))
 
     def read(self) -> None:
-        """Take one reading."""
         pids = self._pids
         totals: dict[str, tuple[float, float]] = {}
         for name, source in self._sources.items():

@@ -135,14 +135,13 @@ class NvmlSession:
         name = _or("unknown GPU", lambda: ask(pynvml.nvmlDeviceGetName, gpu))
         bus_id = ask(pynvml.nvmlDeviceGetPciInfo, gpu).busId
         bus_id = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-        architecture = _or(0, lambda: ask(pynvml.nvmlDeviceGetArchitecture, gpu))
         listed = [NvmlDevice(ask(pynvml.nvmlDeviceGetUUID, gpu), index, name, bus_id)]
-        self._handles[listed[0].uuid] = Handles(gpu, gpu, None, architecture)
+        self._handles[listed[0].uuid] = Handles(gpu, gpu, None)
         for slot in range(_or(0, lambda: ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu))):
             try:
                 instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, slot)
                 uuid = ask(pynvml.nvmlDeviceGetUUID, instance)
-                handles = Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance), architecture)
+                handles = Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance))
             except pynvml.NVMLError:
                 continue
             listed.append(NvmlDevice(uuid, index, name, bus_id, slot))

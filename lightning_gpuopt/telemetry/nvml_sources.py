@@ -66,7 +66,6 @@ class Handles:
     own: Any  # of the GPU or the MIG instance
     physical: Any  # of the GPU itself
     gpu_instance: int | None  # the instance's id within its GPU, None for a whole GPU
-    architecture: int  # ``NVML_DEVICE_ARCH_*``
 
 
 def ways_to_read(reading: str, handles: Handles) -> tuple[str, ...]:

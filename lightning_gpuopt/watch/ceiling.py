@@ -132,8 +132,6 @@ def _batch_s(window: Measurement) -> float | None:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What was measured."""
-
     steps_per_s: float  # of the run as it is
     free_steps_per_s: float  # with batches from memory
     steps: int  # of which the first is the rate

@@ -17,8 +17,6 @@ Item = tuple[Any, int, int]  # a batch, its index, and that of its loader, as Li
 
 
 class Kept:
-    """The first batches."""
-
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._bytes = 0

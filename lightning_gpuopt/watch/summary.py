@@ -113,7 +113,6 @@ def _without_report(fit: Fit) -> str:
 
 
 def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[str]:
-    """Why nothing was measured."""
     errors = [note["error"] for note in notes if note.get("event") == "error"]
     if errors:
         return [

@@ -38,7 +38,6 @@ def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]
 
 
 def host_evidence(measurement: Measurement) -> dict[str, float | None]:
-    """What the machine had left, in numbers."""
     host = measurement.host
     if host is None:
         return {}

@@ -19,7 +19,6 @@ _CLOCK: Final = 0.95
 
 
 def slowdown(measurement: Measurement, growth: Growth, threshold: float) -> Iterator[Finding]:
-    """Steps that get slower over the run."""
     share = measurement.waterfall.share(growth.lost_s)
     if share < threshold:
         return

@@ -136,7 +136,6 @@ def hyperparameters_note(kept: Sequence[str]) -> str:
 
 
 def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Finding]:
-    """The copy of batches to the device."""
     waterfall, pinned, ahead = measurement.waterfall, measurement.loader.pin_memory, measurement.ahead
     seconds = waterfall.wait("transfer")
     if waterfall.share(seconds) < threshold:

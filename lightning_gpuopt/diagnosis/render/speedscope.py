@@ -12,7 +12,7 @@ STACKS_FILE: Final = "stacks.speedscope.json"  # its name beside a report
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 
 
-def speedscope(sampled: Sequence[Sampled], name: str = "lightning-gpuopt") -> dict[str, Any]:
+def speedscope(sampled: Sequence[Sampled]) -> dict[str, Any]:
     """One profile for each activity of each process, for :func:`json.dump`; weights are in seconds."""
     numbers: dict[Call, int] = {}
     profiles = []
@@ -32,4 +32,4 @@ def speedscope(sampled: Sequence[Sampled], name: str = "lightning-gpuopt") -> di
             }
         )
     frames = [{"name": title(call), "file": call.file, "line": call.line} for call in numbers]
-    return {"$schema": _SCHEMA, "name": name, "shared": {"frames": frames}, "profiles": profiles}
+    return {"$schema": _SCHEMA, "name": "lightning-gpuopt", "shared": {"frames": frames}, "profiles": profiles}

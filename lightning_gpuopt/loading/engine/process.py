@@ -34,8 +34,6 @@ READ_FIRST: Final = "read the first sample"
 
 @dataclass
 class LoaderProcess:
-    """What a loader process gets."""
-
     samples: Any
     # the loader's; it makes the first sample's batch, and others wrap it to time workers
     collate_fn: Callable[[Any], Any]

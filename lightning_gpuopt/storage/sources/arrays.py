@@ -16,8 +16,6 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Header:
-    """What the head of a .npy file tells."""
-
     def __init__(self, stream: IO[bytes], where: str) -> None:
         try:
             version = npy_format.read_magic(stream)

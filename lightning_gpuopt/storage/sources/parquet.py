@@ -110,7 +110,6 @@ class ParquetSource(RowSource):
         return *self._groups[at], at, index - self._group_starts[at]
 
     def read(self, index: int) -> Any:
-        """The row as a dict."""
         file, group, _, _ = self.position(index)
         path, row = self._paths[file], f"row {index - self._file_starts[file]}"
         with reading(path, f"{row} (row group {group}) cannot be read"):

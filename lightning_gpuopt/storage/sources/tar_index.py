@@ -54,8 +54,6 @@ class Indexing:
 
 
 class TarIndex:
-    """The samples of a tar, and their members."""
-
     def __init__(self, data: bytes | memoryview) -> None:
         samples, members, name_bytes, extension_bytes, self.num_bytes = _HEAD.unpack_from(data)  # bytes without headers
         at = _HEAD.size
