@@ -129,7 +129,8 @@ class DALILoader(ResumableLoader):
                 tensors = self._collect()
                 self._own -= 1
                 done += 1
-                self._keep_state(done)
+                self._states[done] = self.engine.state
+                self._states.pop(done - _STATES_KEPT, None)
                 yield tensors
         finally:
             batches.close()
@@ -174,10 +175,6 @@ class DALILoader(ResumableLoader):
             following = epoch + self._stride
             self._ahead = following, self.source.batches(self.sampler.batches_of(following))
         return self._ahead[1]
-
-    def _keep_state(self, done: int) -> None:
-        self._states[done] = self.engine.state
-        self._states.pop(done - _STATES_KEPT, None)
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
         while True:

@@ -78,12 +78,10 @@ class Measurement:
 
     @property
     def kernels(self) -> StepKernels | None:
-        """What the steps' work consists of; None where nothing was looked at."""
         return self.look.kernels if self.look is not None else None
 
     @cached_property
     def growth(self) -> Growth | None:
-        """How the steps get slower; None where they do not, or there are too few windows to say."""
         return growth_of(self.history)
 
     @property

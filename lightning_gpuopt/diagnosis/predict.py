@@ -143,9 +143,8 @@ def _spread(measurement: Measurement) -> float:
 
 def speedup_of_workers(measurement: Measurement, workers: int, prefetch_factor: int | None = None) -> Interval | None:
     """Steady steps per second with so many workers and batches ahead, over now, as ``what-if``: (low, mid, high)."""
-    return _speedup(
-        _explained(measurement), measurement, workers, prefetch_factor or measurement.loader.prefetch_factor
-    )
+    ahead = prefetch_factor or measurement.loader.prefetch_factor
+    return _speedup(_explained(measurement), measurement, workers, ahead)
 
 
 def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | None:

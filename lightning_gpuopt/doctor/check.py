@@ -24,7 +24,6 @@ class Check:
 
 
 def not_known(name: str, reason: str, measured: dict[str, Any] | None = None) -> Check:
-    """A check that could not be made, why, and what is known nevertheless."""
     return Check(name, "unknown", f"not known: {reason.rstrip('.')}", measured or {})
 
 
@@ -41,6 +40,5 @@ def tally(checks: Iterable[Check]) -> dict[Status, int]:
 
 
 def as_data(checks: Sequence[Check]) -> dict[str, Any]:
-    """The checks as JSON has them, problems first."""
     listed = [asdict(check) for check in by_weight(checks)]
     return {"schema_version": SCHEMA_VERSION, "problems": tally(checks)["problem"], "checks": listed}

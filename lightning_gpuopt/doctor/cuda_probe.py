@@ -18,6 +18,7 @@ import torch
 
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts
 from lightning_gpuopt.telemetry.health import HealthQuestion
+from lightning_gpuopt.telemetry.visible import bare
 
 _BYTES: Final = 64 << 20
 _COPIES: Final = 5
@@ -81,9 +82,8 @@ def _link_while(copy: Callable[[], object], uuid: str) -> tuple[int | None, int 
     until_s = time.monotonic() + _LINK_TIMEOUT_S
     while not question.done and time.monotonic() < until_s:
         copy()
-    bare = uuid.removeprefix("GPU-").lower()
     for gpu in question.answer(timeout_s=0.1).gpus:
-        if gpu.device.uuid.removeprefix("GPU-").lower() == bare:
+        if bare(gpu.device.uuid) == bare(uuid):
             generation, lanes = (gpu.values.get(name) for name in ("pcie_generation", "pcie_lanes"))
             return None if generation is None else int(generation), None if lanes is None else int(lanes)
     return None, None

@@ -11,10 +11,19 @@ from typing import Final
 
 from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import CopyRates, CudaFacts, TorchFacts
-from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, memory_rates, torch_facts, versions_of
+from lightning_gpuopt.doctor.gather import (
+    PROBE,
+    ask_cuda,
+    free_cpus,
+    host_facts,
+    memory_rates,
+    torch_facts,
+    versions_of,
+)
 from lightning_gpuopt.doctor.gpu_checks import copies_check, gpu_checks, torch_check, visible_check
 from lightning_gpuopt.doctor.version_checks import LOOKED_AT, version_checks
 from lightning_gpuopt.telemetry.health import HealthQuestion, NvmlHealth
+from lightning_gpuopt.telemetry.visible import bare
 from lightning_gpuopt.utils.bounded import NoAnswerError, within
 
 _NVML_S: Final = 3.0
@@ -23,8 +32,8 @@ _PATH_S: Final = 5.0
 _DATA_S: Final = 60.0  # a file system that has not answered by then: half of it is what a slow one needs
 
 
-def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list[Check]:
-    """Look at GPUs, host, versions, and a dataset (OSError: no such path); ``probe`` asks CUDA (None: ours)."""
+def examine(data: str | None = None, probe: Sequence[str] = PROBE) -> list[Check]:
+    """Look at GPUs, host, versions, and a dataset (OSError: no folder or file); ``probe`` is the command for CUDA."""
     silent = ""
     if data is not None:
         try:
@@ -45,7 +54,7 @@ def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list
         checks.append(Check("torch", "problem", f"torch cannot be imported: {line}", {}, why, "reinstall torch"))
     nvml = question.answer(_NVML_S)
     if torch is not None:
-        cuda = _ask_cuda(torch, probe)
+        cuda = None if torch.cuda is None else ask_cuda(_CUDA_S, probe)
         checks.append(torch_check(torch, nvml, cuda))
     checks += _gpus(nvml, cuda)
     if torch is not None:
@@ -81,20 +90,6 @@ def _of_data(path: str) -> Iterator[Check]:
         yield lmdb
 
 
-def _ask_cuda(torch: TorchFacts, command: Sequence[str] | None) -> CudaFacts | None:
-    """What CUDA says, in a process of its own; None for a build of torch without it."""
-    if torch.cuda is None:
-        return None
-    try:
-        probe = CudaProbe() if command is None else CudaProbe(command)
-    except OSError as error:
-        return CudaFacts(failure=f"no process could be started: {error}")
-    try:
-        return probe.result(_CUDA_S)
-    finally:
-        probe.close()
-
-
 def _gpus(nvml: NvmlHealth, cuda: CudaFacts | None) -> Iterator[Check]:
     seen = visible_check(nvml)
     if seen is not None:
@@ -112,8 +107,5 @@ def _gpus(nvml: NvmlHealth, cuda: CudaFacts | None) -> Iterator[Check]:
 
 
 def _copies_to(uuid: str, cuda: CudaFacts | None) -> CopyRates | None:
-    bare = uuid.removeprefix("GPU-").lower()
-    for device in cuda.devices if cuda is not None else ():
-        if device.uuid.removeprefix("GPU-").lower() == bare:
-            return device.copies
-    return None
+    devices = cuda.devices if cuda is not None else ()
+    return next((device.copies for device in devices if bare(device.uuid) == bare(uuid)), None)

@@ -236,9 +236,8 @@ def _errors(values: Mapping[str, float], index: int) -> Check | None:
     if count:
         why = "Memory of the GPU is failing: results may be wrong, and programs end with CUDA errors."
         fix = f"reset or reboot; see nvidia-smi -i {index} -q -d ECC,ROW_REMAPPER; if it comes back, replace the card"
-        return Check(
-            "ecc", "problem", f"{count} uncorrected memory errors since the driver started", measured, why, fix
-        )
+        found = f"{count} uncorrected memory errors since the driver started"
+        return Check("ecc", "problem", found, measured, why, fix)
     state = {True: "ECC is on", False: "ECC is off", None: "ECC"}[measured.get("ecc")]
     return Check("ecc", "ok", f"{state}, no uncorrected memory errors", measured)
 

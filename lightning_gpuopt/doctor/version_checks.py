@@ -58,9 +58,8 @@ def _nvml(versions: Mapping[str, str]) -> Check:
     if int(re.match(r"\d*", old)[0] or 0) < 12:  # type: ignore[index]
         why = "The distribution pynvml is deprecated, and before 12 it has a module of the same name as nvidia-ml-py's."
         return Check("nvml_binding", "problem", found, measured, why, fix)
-    return Check(
-        "nvml_binding", "note", found, measured, "The distribution pynvml is deprecated; torch warns of it.", fix
-    )
+    why = "The distribution pynvml is deprecated; torch warns of it."
+    return Check("nvml_binding", "note", found, measured, why, fix)
 
 
 def _dali(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Check | None:

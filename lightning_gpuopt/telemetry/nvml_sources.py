@@ -246,12 +246,10 @@ class _Buffer(MetricSource):
 
 
 class _Ecc(MetricSource):
-    _at_start: int | None = None
+    _at_start: float | None = None
 
     def read(self) -> Iterator[Value | Failed]:
-        count = pynvml.nvmlDeviceGetTotalEccErrors(
-            self._handles.own, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        )
+        count = _POINTS["ecc_errors"](self._handles)
         if self._at_start is None:
             self._at_start = count
         yield Value("ecc_uncorrected", float(count - self._at_start))
@@ -432,9 +430,7 @@ class _Gpm(MetricSource):
         for i, metric in enumerate(ids):
             query.metrics[i].metricId = metric
         pynvml.nvmlGpmMetricsGet(query)
-        return {
-            query.metrics[i].metricId: (query.metrics[i].nvmlReturn, query.metrics[i].value) for i in range(len(ids))
-        }
+        return {each.metricId: (each.nvmlReturn, each.value) for each in query.metrics[: len(ids)]}
 
     def close(self) -> None:
         while self._samples:

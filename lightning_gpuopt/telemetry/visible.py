@@ -130,8 +130,7 @@ def _by_uuid(entry: str, listed: Sequence[NvmlDevice]) -> NvmlDevice | None:
 
 def _match(cuda: CudaDevice, listed: Sequence[NvmlDevice], named: Sequence[NvmlDevice]) -> NvmlDevice | None:
     """The NVML device that CUDA means; of a split GPU the instance that the variable names, or the first one."""
-    bare = _bare(cuda.uuid)
-    found = [device for device in listed if bare and _bare(device.uuid) == bare]
+    found = [device for device in listed if cuda.uuid and bare(device.uuid) == bare(cuda.uuid)]
     if not found and cuda.pci_bus_id:
         found = [d for d in listed if d.pci_bus_id and _pci(d.pci_bus_id) == _pci(cuda.pci_bus_id)]
     if not found or found[0].mig_slot is not None:
@@ -140,7 +139,8 @@ def _match(cuda: CudaDevice, listed: Sequence[NvmlDevice], named: Sequence[NvmlD
     return next((device for device in named if device in instances), instances[0] if instances else found[0])
 
 
-def _bare(uuid: str) -> str:
+def bare(uuid: str) -> str:
+    """A UUID as both CUDA and NVML have it."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 

@@ -28,7 +28,6 @@ def finding_of(
 
 
 def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
-    """Evidence of something that belongs to every step."""
     waterfall = measurement.waterfall
     evidence: dict[str, float | str] = {
         "ms_per_step": round(seconds / waterfall.steps * 1e3, 3),

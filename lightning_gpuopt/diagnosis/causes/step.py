@@ -204,9 +204,8 @@ def _retries_a_step(measurement: Measurement) -> float:
     records = [record for record in measurement.history if "alloc_retries" in record.held]
     if len(records) < 2:
         return 0.0
-    return (records[-1].held["alloc_retries"] - records[0].held["alloc_retries"]) / (
-        records[-1].end_step - records[0].end_step
-    )
+    first, last = records[0], records[-1]
+    return (last.held["alloc_retries"] - first.held["alloc_retries"]) / (last.end_step - first.end_step)
 
 
 def _one_full_cpu(measurement: Measurement) -> bool:
@@ -259,9 +258,8 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
         if syncs.places:
             where = syncs.places[0][0]
             evidence["where"] = in_shares(syncs.places, syncs.count)
-    return finding_of(
-        "gpu_sync", waterfall.sync_s, measurement, evidence, CAUSES["gpu_sync"].advice.format(where=where)
-    )
+    advice = CAUSES["gpu_sync"].advice.format(where=where)
+    return finding_of("gpu_sync", waterfall.sync_s, measurement, evidence, advice)
 
 
 def _device_copies(measurement: Measurement, waterfall: Waterfall) -> Finding:

@@ -120,7 +120,6 @@ def deciding_evidence(finding: Finding) -> list[tuple[str, str]]:
 
 
 def deciding_facts(finding: Finding) -> str:
-    """:func:`deciding_evidence` in one line."""
     return ", ".join(f"{what} {value}" for what, value in deciding_evidence(finding))
 
 
@@ -299,9 +298,9 @@ def outlier_line(report: RunRecord) -> str | None:
     slowest = max(times.outliers, key=lambda each: each.seconds)
     (phase, _), *_ = Counter(each.phase for each in times.outliers).most_common(1)
     count = "1 step" if times.outlier_count == 1 else f"{times.outlier_count} steps"
-    return f"{count} took far longer than the rest; the slowest, step {slowest.step}, {duration(slowest.seconds)}. " + (
-        f"Most of them lost it in {phase}." if times.outlier_count > 1 else f"It lost it in {phase}."
-    )
+    longest = f"the slowest, step {slowest.step}, {duration(slowest.seconds)}"
+    who = "Most of them" if times.outlier_count > 1 else "It"
+    return f"{count} took far longer than the rest; {longest}. {who} lost it in {phase}."
 
 
 def gate_line(gate: Gate) -> str:

@@ -135,7 +135,6 @@ def read_image(path: str) -> EncodedImage:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """A hash of bytes, for fingerprints."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -189,7 +188,5 @@ def _braces(pattern: str) -> list[str]:
 
 
 def missing_extra(package: str, error: ImportError) -> ImportError:
-    """The error for a package that only some sources need."""
-    return ImportError(
-        f'this source needs {package} ({error}); install it with: pip install "lightning-gpuopt[sources]"'
-    )
+    what = f'this source needs {package} ({error}); install it with: pip install "lightning-gpuopt[sources]"'
+    return ImportError(what)
