@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightning_gpuopt.images.checks import PILErrors, shrink_image
+from lightning_gpuopt.images.checks import pil_errors, shrink_image
 from lightning_gpuopt.images.crop import RandomCrops, draw_area
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class _Image:
         if data is None:
             raise LookupError("the sample has no image file")
         self.data: bytes = data
-        with PILErrors(data):
+        with pil_errors(data):
             with Image.open(io.BytesIO(data)) as header:
                 self.width, self.height = header.size
             if self.height * self.width > _MAX_PIXELS:

@@ -10,13 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_gpuopt.telemetry.nvml import (
-    DeviceLostError,
-    DeviceReader,
-    NvmlSession,
-    NvmlUnavailableError,
-    StopReading,
-)
+from lightning_gpuopt.telemetry.nvml import DeviceLostError, DeviceReader, NvmlUnavailableError, StopReading
 from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, join_thread
 from lightning_gpuopt.telemetry.visible import NvmlDevice, visible_devices
 
@@ -124,7 +118,7 @@ class HealthQuestion:
         if self.is_over():
             return False
         try:
-            self._ask(thread.session(), thread)
+            self._ask(thread)
         except NvmlUnavailableError as error:
             self._failure = str(error)
         except StopReading:
@@ -142,8 +136,8 @@ class HealthQuestion:
             self._reader.close()
             self._reader = None
 
-    def _ask(self, session: NvmlSession, thread: NvmlThread) -> None:
-        between_calls = thread.checking(self)
+    def _ask(self, thread: NvmlThread) -> None:
+        session, between_calls = thread.session(), thread.checking(self)
         self._driver = session.driver(between_calls)
         listed = session.devices(between_calls)
         named, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")

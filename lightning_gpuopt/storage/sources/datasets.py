@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -19,7 +20,7 @@ from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
-from lightning_gpuopt.storage.shard import ShardReader, locate, open_shard
+from lightning_gpuopt.storage.shard import ShardReader, open_shard
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, folder_of, read_image
 
 
@@ -221,9 +222,9 @@ class OwnSource(Source):
         return f"sample {index}"
 
     def read(self, index: int) -> Any:
-        at, within = locate(self._starts, index)
+        at = bisect_right(self._starts, index) - 1
         try:
-            return self._shard(at).read(within, codec.EncodedImage, verify=True)
+            return self._shard(at).read(index - self._starts[at], codec.EncodedImage, verify=True)
         except DamagedError as error:
             name = self._manifest.shards[at].name
             raise DamagedError(

@@ -9,10 +9,10 @@ from PIL import Image
 
 from lightning_gpuopt.images.checks import (
     BadImage,
-    PILErrors,
     check_image,
     decode_in_full,
     looks_like_image,
+    pil_errors,
     shrink_image,
     shrunk_size,
 )
@@ -42,7 +42,7 @@ def prepare(sample: Any, options: ImageOptions) -> Any:
     if kind is dict:
         return {key: _prepare_entry(key, value, options) for key, value in sample.items()}
     if isinstance(sample, Image.Image):
-        with PILErrors(None):
+        with pil_errors(None):
             data = codec.image_bytes(sample)
         return _prepare_image(EncodedImage(data, None if sample.mode == "RGB" else sample.mode), options)
     return sample
@@ -63,7 +63,7 @@ def _prepare_image(image: EncodedImage, options: ImageOptions) -> EncodedImage:
         return image
     if image.mode is None:
         return EncodedImage(shrink_image(image, options.size, options.quality))
-    with PILErrors(image):
+    with pil_errors(image):
         decoded = decode_pil(image, image.mode)
         if min(decoded.size) <= options.size:
             return image

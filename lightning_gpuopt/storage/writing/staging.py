@@ -28,16 +28,7 @@ from lightning_gpuopt.storage.format import (
 from lightning_gpuopt.storage.sources.tar_index import INDEX
 from lightning_gpuopt.storage.writing.changed import Hashes, stored_hashes
 from lightning_gpuopt.storage.writing.lock import Locks
-from lightning_gpuopt.storage.writing.plan import (
-    PLAN,
-    Notes,
-    Plan,
-    as_json,
-    difference,
-    read_notes,
-    read_plan,
-    write_plan,
-)
+from lightning_gpuopt.storage.writing.plan import PLAN, Notes, Plan, as_json, difference, read_plan, write_plan
 from lightning_gpuopt.storage.writing.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 
 # what the workers of an executor leave, and what they know the directory by
@@ -172,8 +163,7 @@ class Staging:
     def _begin(self, resume: bool) -> None:
         """Go on with the unfinished build that is there, or begin one."""
         plan = self.plan
-        found = read_plan(self.directory)
-        notes = read_notes(self.directory)
+        found, notes = read_plan(self.directory)
         throw_away = self._overwrite and not resume
         if self._part is None and not throw_away:
             self._clear_work()
@@ -197,9 +187,9 @@ class Staging:
                 f"({difference(found or {}, plan)}): {len(kept)} finished shards stay, {len(changed)} are built again"
             )
             _log.warning("%s: the source has changed since the build was begun %s", self.path, what)
-        if read_plan(self.directory) is None:
+        if read_plan(self.directory)[0] is None:
             write_plan(self.directory, plan, notes, shared=self._part is not None)
-            found = read_plan(self.directory) or {}
+            found = read_plan(self.directory)[0] or {}
             if found != plan:  # two parts began at one moment
                 raise StorageError(
                     f"{self.directory}: another part began with another plan ({difference(found, plan)}); start all "
@@ -310,7 +300,7 @@ def finished_dataset(path: Path) -> Manifest | None:
     except (FileNotFoundError, StorageError):
         return None
     beside = staging_directory(path)
-    if read_plan(beside) is not None:
+    if read_plan(beside)[0] is not None:
         raise FileExistsError(
             f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it is "
             f"next to it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"

@@ -236,7 +236,7 @@ def _no_index(task: Callable[[Item], None], items: Sequence[Item]) -> None:
 def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> None:
     """Refuse a source that is another than the build's, or that may not be read in its process."""
     seen = source_plan(source)
-    plan = read_plan(directory) or {}
+    plan = read_plan(directory)[0] or {}
     if (wanted := {name: plan.get(name) for name in seen}) != seen:
         raise StorageError(
             f"{source.path}: a worker on {socket.gethostname()} finds another source there than the build "
