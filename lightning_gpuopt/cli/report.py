@@ -60,9 +60,7 @@ def _table(report: StallReport) -> str:
 
 def _compare(first: StallReport, second: StallReport, allowed: float | None, *, as_json: bool) -> bool:
     """Print the comparison; whether the gate, if there is one, did not let it pass."""
-    from lightning_gpuopt.diagnosis.compare import compare
-    from lightning_gpuopt.diagnosis.gate import gate_of
-    from lightning_gpuopt.diagnosis.render.data import comparison_data
+    from lightning_gpuopt.diagnosis.compare import compare, comparison_data, gate_of
     from lightning_gpuopt.diagnosis.render.text import render_comparison
     from lightning_gpuopt.diagnosis.render.wording import gate_line
 

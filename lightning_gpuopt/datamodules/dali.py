@@ -318,7 +318,6 @@ def _build(
 
 
 def _check(name: str, tensors: tuple[torch.Tensor, ...], size: int) -> None:
-    """Compare a pipeline's first batch with what is expected of it."""
     images, labels = tensors
     if images.ndim != 4 or len(images) != size or labels.shape != (size,) or labels.is_floating_point():
         raise MisconfigurationException(

@@ -272,5 +272,4 @@ def _current_epoch(trainer: Trainer) -> int:
 
 
 def is_path(source: Any) -> bool:
-    """Whether a source is a path, and no dataset."""
     return isinstance(source, (str, os.PathLike))

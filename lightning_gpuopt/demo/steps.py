@@ -30,8 +30,6 @@ _CLEARLY_CHEAPER: Final = 0.8
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step may need of the machine."""
-
     on_cuda: bool = False
     has_dali: bool = False  # whether DALI can be used there
 

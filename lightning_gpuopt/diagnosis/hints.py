@@ -25,8 +25,6 @@ _PADDED: Final = 0.1  # share of the tokens that grouping by length has to save 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The sequences of one batch."""
-
     lengths: tuple[int, ...]  # tokens of each sample, without padding
     width: int  # tokens to which each is padded
 

@@ -114,7 +114,6 @@ class Proof:
 
     @property
     def enough(self) -> bool:
-        """Whether there are enough steps on both sides to prove something."""
         return self.steps is None or min(self.steps) >= ENOUGH_STEPS
 
     @property

@@ -54,7 +54,6 @@ class Waterfall:
         return min(max(seconds / self.wall_s, 0.0), 1.0) if self.wall_s > 0 else 0.0
 
     def wait(self, *names: str) -> float:
-        """Seconds waited for these."""
         return sum(self.waits.get(name, 0.0) for name in names)
 
     @property

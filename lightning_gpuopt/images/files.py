@@ -110,11 +110,9 @@ class ImageFiles:
 
     @property
     def num_bytes(self) -> int:
-        """See `about_bytes`."""
         return about_bytes(len(self), lambda index: os.path.join(self.path, self.name(index)))
 
     def digest(self) -> str:
-        """A hash of the names of all files."""
         folders = Strings()
         for folder in self.folders:
             folders.append(folder)

@@ -103,7 +103,6 @@ class ImageFolder(Dataset[Any]):
         return Labels(self.files.labels())
 
     def with_decoder(self, decoder: Decoder) -> ImageFolder:
-        """A copy whose images go through `decoder`."""
         copied: ImageFolder = duplicate(self)
         copied._decoder = decoder
         return copied

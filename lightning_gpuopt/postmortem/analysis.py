@@ -306,7 +306,6 @@ def _of_hang(
 
 
 def _memory_of(found: HangDescription, records: Sequence[FlightRecord], at_s: float) -> dict[str, Any]:
-    """Memory of the process that is held to be stuck."""
     stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
     return memory_of(stuck, records, at_s).figures
 
@@ -354,7 +353,6 @@ def _without_death(records: Sequence[FlightRecord], command: CommandEnd | None) 
 
 
 def _told(post: PostMortem, lines: Sequence[str]) -> PostMortem:
-    """With all of it in words."""
     told = [line if line.endswith((".", ":")) else f"{line}." for line in lines if line]
     if post.likely:
         told.append(f"Likely: {post.likely}.")

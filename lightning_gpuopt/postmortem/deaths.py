@@ -178,7 +178,6 @@ def _vanished(
 
 
 def _split(code: int) -> tuple[int | None, int | None]:
-    """The signal, or the exit code."""
     return (-code, None) if code < 0 else (None, code)
 
 

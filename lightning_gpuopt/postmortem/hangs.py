@@ -29,8 +29,6 @@ class Hang:
 
 @dataclass(frozen=True)
 class HangDescription:
-    """Who holds a run up."""
-
     text: str  # what each rank and the worker in turn does, a line each
     process: Process | None = None  # the one that is held to be stuck
     where: str | None = None  # the line that it is at; None: not known

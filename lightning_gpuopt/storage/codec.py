@@ -49,8 +49,6 @@ class EncodedImage(bytes):
 
 
 class Encoded(NamedTuple):
-    """A sample ready to be stored."""
-
     structure: bytes
     buffers: list[bytes]
 

@@ -254,7 +254,6 @@ class Gather:
     def _read(
         self, shards: Indices, offsets: Indices, memory: _BatchMemory, row: int
     ) -> tuple[Array, list[torch.Tensor]]:
-        """The same, read."""
         rows, plan = slice(row, row + len(shards)), self._plan
         self._opened.read(shards, offsets, memory.vectors[rows], plan.record_bytes)
         return memory.heads[rows].copy(), [memory.column(at, rows) for at in range(len(plan.columns))]
@@ -318,7 +317,6 @@ class _BatchMemory:
 
     @property
     def heads(self) -> Array:
-        """What each record begins with."""
         return self._aside[:, self._plan.content : self._plan.content + self._plan.head_bytes]
 
     def column(self, number: int, rows: slice) -> torch.Tensor:
@@ -335,7 +333,6 @@ class _BatchMemory:
         return column
 
     def has(self, column: torch.Tensor) -> bool:
-        """Whether a column lies in the memory that was given."""
         return self._arrays is not None and any(
             np.may_share_memory(part, as_bytes(column)) for part in self._large.values()
         )

@@ -150,7 +150,6 @@ class MetricSource:
         return min(self.least_pause_s, 5 * interval_s) - interval_s / 2
 
     def read(self) -> Iterator[Value | Failed]:
-        """Ask NVML now."""
         raise NotImplementedError
 
     def close(self) -> None:

@@ -39,7 +39,6 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Steps in all."""
         return self.free_from + self.free
 
 

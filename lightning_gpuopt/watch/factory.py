@@ -182,7 +182,6 @@ class WatchedRun(CallbackBase):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the report, and the Trainer as it was."""
         with Guard(self, trainer):
             self._parts.teardown(pl_module, stage)
             self._end()

@@ -173,7 +173,6 @@ def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Findi
 
 
 def copies_ahead_note(measurement: Measurement) -> str | None:
-    """How much of the copies CudaPrefetcher has hidden."""
     ahead = measurement.ahead
     if not ahead.copies or not measurement.waterfall.on_gpu:
         return None

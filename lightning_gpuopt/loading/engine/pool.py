@@ -242,7 +242,6 @@ class LoaderPool:
         return sent, self._errors.pop(sequence, None) or next(raised, None)
 
     def _receive(self) -> None:
-        """Take in which batches are done."""
         with contextlib.suppress(BlockingIOError):
             for (sequence,) in DONE.iter_unpack(os.read(self._done.fd, 512 * DONE.size)):
                 if sequence >= self.given:  # two may have finished it

@@ -100,7 +100,6 @@ class ParquetSource(RowSource):
         return found
 
     def batches(self, file: int, group: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a row group, some at a time."""
         with self._open(file) as opened:
             yield from opened.iter_batches(batch_size=self._batch_rows, row_groups=[group], use_threads=False)
 
