@@ -121,14 +121,9 @@ def _use(points: Sequence[tuple[float, float]], few: float) -> SteadyGrowth | No
 def _open_files(seen: RiskInputs) -> Iterator[Risk]:
     processes = {"The training process": seen.rank}
     processes |= {f"Worker {each.worker}": each.readings for each in seen.workers}
-    worst: Risk | None = None
-    soonest_s = math.inf
-    for who, readings in processes.items():
-        found = _files_of(who, readings, _horizon_s(seen))
-        if found is not None and found[0] < soonest_s:
-            soonest_s, worst = found
-    if worst is not None:
-        yield worst
+    found = [_files_of(who, readings, _horizon_s(seen)) for who, readings in processes.items()]
+    if risks := [each for each in found if each is not None]:
+        yield min(risks, key=lambda risk: risk[0])[1]
 
 
 def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> tuple[float, Risk] | None:

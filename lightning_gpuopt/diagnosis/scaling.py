@@ -6,17 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from lightning_gpuopt.diagnosis import what_if
 from lightning_gpuopt.diagnosis.record import RunRecord
-from lightning_gpuopt.diagnosis.what_if import (
-    CannotSayError,
-    Limit,
-    Run,
-    WhatIf,
-    batch_factor,
-    limit_of,
-    notes_on,
-    run_of,
-)
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import STEP_SPREAD, LoaderModel
 
@@ -24,7 +15,7 @@ _BUCKET_BYTES: Final = 25 << 20  # DDP's default ``bucket_cap_mb``
 _BACKWARD: Final = 2 / 3  # share of a step's own work that the backward pass takes, beside which gradients are reduced
 # what DDP's hooks, Lightning's broadcast before each step, and the wait for the slowest rank take of a step
 _STEP_OVERHEAD_S: Final[Interval] = (1e-4, 4e-4, 1e-3)
-_AS_IT_IS: Final = WhatIf()
+_AS_IT_IS: Final = what_if.WhatIf()
 
 _COUNTS: Final = 0.05  # from this share of a step's own work on the reduction is what limits it
 
@@ -61,7 +52,7 @@ class LinkForecast:
     speedup: Interval  # samples per second, on all GPUs over on one
     linear_percent: float  # expected speed-up over the number of GPUs
     slower_below_s: Interval  # own work of a step below which all GPUs are slower than one
-    limit: Limit | Literal["reduction"]
+    limit: what_if.Limit | Literal["reduction"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class Scaling:
 def scaling(
     report: RunRecord,
     ranks: int,
-    change: WhatIf = _AS_IT_IS,
+    change: what_if.WhatIf = _AS_IT_IS,
     *,
     link: Link | None = None,
     gradient_bytes: int | None = None,
@@ -93,11 +84,11 @@ def scaling(
     size = gradient_bytes if gradient_bytes is not None else _gradient_bytes(report)
     costs, own_share = report.loader_costs, 1.0
     if costs is not None or change != _AS_IT_IS:
-        run = run_of(report, change)
+        run = what_if.run_of(report, change)
     else:  # nothing is known of the loader
         own_share -= report.headroom or 0.0
         model = LoaderModel(0.0, 0.0, measured_s, 0.0, (math.inf,) * 3)
-        run = Run(measured_s, measured_s, model, (model,) * 3, 0, 2)
+        run = what_if.Run(measured_s, measured_s, model, (model,) * 3, 0, 2)
     cpus = run.then[1].cpus[1] / ranks
     links = [link] if link is not None else ASSUMED
     return Scaling(
@@ -108,12 +99,12 @@ def scaling(
         own_step_s=costs.consumer_s if costs is not None else measured_s * own_share,
         cpus_per_rank=cpus if math.isfinite(cpus) else None,
         links=[_over(each, ranks, size, report, change, run, own_share) for each in links],
-        notes=notes_on(report, run, change),
+        notes=what_if.notes_on(report, run, change),
     )
 
 
 def _over(
-    link: Link, ranks: int, size: int, report: RunRecord, change: WhatIf, run: Run, own_share: float
+    link: Link, ranks: int, size: int, report: RunRecord, change: what_if.WhatIf, run: what_if.Run, own_share: float
 ) -> LinkForecast:
     """The run over one kind of link; ``own_share`` is the part of a step that is its own work."""
     batches = int(_digits(report, "accumulate_grad_batches") or 1)
@@ -128,9 +119,9 @@ def _over(
     paces = run.paces(then)
     low_s, mid_s, high_s = sorted(paces)
     most = 1.0 if change == _AS_IT_IS else math.inf  # a GPU among several is no faster than the one
-    samples = batch_factor(report, change) * run.measured_s
+    samples = what_if.batch_factor(report, change) * run.measured_s
     low, mid, high = (ranks * min(samples / each, most) for each in (high_s, mid_s, low_s))
-    limit: Limit | Literal["reduction"] = limit_of(then[1], run.workers, paces[1])
+    limit: what_if.Limit | Literal["reduction"] = what_if.limit_of(then[1], run.workers, paces[1])
     if limit == "step" and exposed[1] > _COUNTS * run.then[1].consumer_s:
         limit = "reduction"
     return LinkForecast(
@@ -172,16 +163,16 @@ def _step_on_one_gpu(report: RunRecord) -> float:
     device, ranks = report.environment.get("device", "unknown"), report.environment.get("ranks", "unknown")
     if not device.startswith("cuda") or ranks != "1":
         count = "1 rank" if ranks == "1" else f"{ranks} ranks"
-        raise CannotSayError(f"expected a report of a run on one GPU, got one of {count} on {device}")
+        raise what_if.CannotSayError(f"expected a report of a run on one GPU, got one of {count} on {device}")
     if not report.step_s:
-        raise CannotSayError("expected a report with a step after the warm-up, got one without")
+        raise what_if.CannotSayError("expected a report with a step after the warm-up, got one without")
     return report.step_s
 
 
 def _gradient_bytes(report: RunRecord) -> int:
     known = _digits(report, "gradient_bytes")
     if known is None:
-        raise CannotSayError(
+        raise what_if.CannotSayError(
             "expected a report that says how many bytes of gradients a step has, got one that does not",
             "give --gradient-bytes, in float32 four for each parameter that is trained",
         )

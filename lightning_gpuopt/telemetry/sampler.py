@@ -8,15 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_gpuopt.telemetry.nvml import (
-    DeviceLostError,
-    DeviceReader,
-    Notice,
-    NvmlSession,
-    NvmlUnavailableError,
-    StopReading,
-    nothing,
-)
+from lightning_gpuopt.telemetry import nvml
 from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, SamplePace, join_thread
 from lightning_gpuopt.telemetry.visible import Chosen, DeviceNotFoundError, NvmlDevice
 from lightning_gpuopt.telemetry.window import DeviceWindow, Stat, merge
@@ -45,8 +37,8 @@ class GpuSampler:
         bounded: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.notices: deque[Notice] = deque()
-        self.failure: DeviceNotFoundError | NvmlUnavailableError | None = None
+        self.notices: deque[nvml.Notice] = deque()
+        self.failure: DeviceNotFoundError | nvml.NvmlUnavailableError | None = None
         self.devices: tuple[Chosen, ...] = ()
         self._readings = frozenset(readings)
         self._choose = choose
@@ -54,7 +46,7 @@ class GpuSampler:
         self._bounded = bounded
         self._clock = clock
         self._reported: set[str] = set()
-        self._readers: list[DeviceReader] = []
+        self._readers: list[nvml.DeviceReader] = []
         self._lock = threading.Lock()
         self._window: dict[tuple[str, str], Stat] = {}
         self._opened = threading.Event()
@@ -100,32 +92,32 @@ class GpuSampler:
             self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         return ended
 
-    def open(self, session: NvmlSession, between_calls: Callable[[], None] = nothing) -> None:
+    def open(self, session: nvml.NvmlSession, between_calls: Callable[[], None] = nvml.nothing) -> None:
         """Find the devices; called by the thread. What fails is in :attr:`failure`."""
         try:
             chosen = tuple(self._choose(session.devices(between_calls)))
             if not chosen:
-                raise NvmlUnavailableError("no NVIDIA GPU is visible")
+                raise nvml.NvmlUnavailableError("no NVIDIA GPU is visible")
             self._readers = [
                 session.reader(each.device, self._readings, self._clock, self._interval_s, between_calls)
                 for each in chosen
             ]
             self.devices = chosen
-        except NvmlUnavailableError as failure:
+        except nvml.NvmlUnavailableError as failure:
             self._fail(failure)
         except DeviceNotFoundError as failure:
             self.failure = failure
-            self._notify(Notice("warning", "gpu-not-found", f"no GPU figures: {failure}."))
+            self._notify(nvml.Notice("warning", "gpu-not-found", f"no GPU figures: {failure}."))
 
     def read_once(self) -> None:
         """Read every device once; called by the thread."""
         for reader in list(self._readers):
             try:
                 values = reader.read()
-            except DeviceLostError as error:
+            except nvml.DeviceLostError as error:
                 self._readers.remove(reader)
                 reader.close()
-                self._notify(Notice("warning", f"gpu-lost-{reader.device.uuid}", f"{error}: no longer monitored."))
+                self._notify(nvml.Notice("warning", f"gpu-lost-{reader.device.uuid}", f"{error}: no longer monitored."))
                 continue
             while reader.notices:
                 self._notify(reader.notices.popleft())
@@ -154,11 +146,13 @@ class GpuSampler:
         """Open, read or end; whether there is more to come."""
         try:
             return self._turn(thread)
-        except StopReading:
+        except nvml.StopReading:
             return False
         except Exception as error:
             log.debug("GPU sampler stopped", exc_info=True)
-            self._notify(Notice("warning", "sampler-failed", f"GPU readings stopped after an unexpected {error!r}."))
+            self._notify(
+                nvml.Notice("warning", "sampler-failed", f"GPU readings stopped after an unexpected {error!r}.")
+            )
             return False
 
     def released(self) -> None:
@@ -176,7 +170,7 @@ class GpuSampler:
         if not self._opened.is_set():
             try:
                 self.open(thread.session(), thread.checking(self))
-            except NvmlUnavailableError as failure:
+            except nvml.NvmlUnavailableError as failure:
                 self._fail(failure)
             self._opened.set()
             thread.spent_s()
@@ -186,11 +180,11 @@ class GpuSampler:
             self._pace.read(self._clock(), thread.spent_s())
         return bool(self._readers) and not ends
 
-    def _fail(self, failure: NvmlUnavailableError) -> None:
+    def _fail(self, failure: nvml.NvmlUnavailableError) -> None:
         self.failure = failure
-        self._notify(Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
+        self._notify(nvml.Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
 
-    def _notify(self, notice: Notice) -> None:
+    def _notify(self, notice: nvml.Notice) -> None:
         if notice.cause not in self._reported:
             self._reported.add(notice.cause)
             self.notices.append(notice)
