@@ -10,16 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from lightning_gpuopt.measurements import phases
 from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes, StepLook, SyncSighting
-from lightning_gpuopt.measurements.phases import (
-    BETWEEN_STEPS,
-    FIRST_FETCH,
-    GARBAGE_COLLECTION,
-    RECOMPILATION,
-    SIGNAL_BROADCAST,
-    STEP_HOOKS,
-    PhaseTimes,
-)
 
 # NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps
 ENOUGH_S: Final = 5.0
@@ -74,12 +66,12 @@ class Waterfall:
 def in_steps(name: str) -> bool:
     """Whether what the host did belongs to every step: not to validation, checkpoints or the beginning of epochs."""
     if "." in name:
-        return name.rpartition(".")[2] in STEP_HOOKS
-    return name not in (*BETWEEN_STEPS, FIRST_FETCH)
+        return name.rpartition(".")[2] in phases.STEP_HOOKS
+    return name not in (*phases.BETWEEN_STEPS, phases.FIRST_FETCH)
 
 
 def waterfall_of(
-    times: PhaseTimes,
+    times: phases.PhaseTimes,
     gpu: GpuTimes | None = None,
     device: DeviceState | None = None,
     look: StepLook | None = None,
@@ -111,7 +103,7 @@ def waterfall_of(
         diagnosis_s = 0.0
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
-    waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(FIRST_FETCH, 0.0)
+    waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(phases.FIRST_FETCH, 0.0)
     wall_s, aside_s = gpu.seconds, _aside_s(gpu)
     inside_s, sync_share = _inside_the_steps(gpu, wall_s, aside_s, device, look)
     longer_s, least_s = _made_longer_by_pauses(gpu), 0.0 if look is not None else _SURE * wall_s
@@ -170,13 +162,13 @@ def _own_s(waits: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in waits.items() if name.startswith(_OWN))
 
 
-def _process_waits(times: PhaseTimes) -> dict[str, float]:
+def _process_waits(times: phases.PhaseTimes) -> dict[str, float]:
     waits = {name: times.phases[name] for name in ("data_wait", "transfer", "logging", "checkpoint", "epoch_setup")}
     waits["other"] = times.phases["other"] - times.signal_broadcast_s
-    waits[SIGNAL_BROADCAST] = times.signal_broadcast_s
+    waits[phases.SIGNAL_BROADCAST] = times.signal_broadcast_s
     waits["transfer"] -= sum(times.batch_hooks.values())
     waits |= times.callbacks | times.batch_hooks
-    for kind, seconds_by in ((GARBAGE_COLLECTION, times.collecting), (RECOMPILATION, times.compiling)):
+    for kind, seconds_by in ((phases.GARBAGE_COLLECTION, times.collecting), (phases.RECOMPILATION, times.compiling)):
         waits[kind] = sum(seconds_by.values())
         for name, seconds in seconds_by.items():
             if name in waits:

@@ -242,10 +242,7 @@ class HostWatch:
         self._readings = 0
         self._last: dict[int, tuple[float, _Times]] = {}
         self._last_totals: dict[str, tuple[float, float]] = {}
-        self._worker_s = 0.0
-        self._ran_s = 0.0
-        self._queued_s = 0.0
-        self._busy_threads_s = 0.0
+        self._worker_s = self._ran_s = self._queued_s = self._busy_threads_s = 0.0
         self._rates: dict[str, _Rate] = {}
 
     def start(self) -> None:
