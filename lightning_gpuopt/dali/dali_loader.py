@@ -195,8 +195,6 @@ class DALILoader(ResumableLoader):
                 self._checked = True
             return tensors
 
-    # --- images that DALI refuses --------------------------------------------------------------------------------
-
     def _recover(self, error: Exception) -> None:
         """Build the pipeline anew, after an image that it could not decode, and put in again what was in it.
 

@@ -129,8 +129,6 @@ class DALIDataModule(ResumableDataModule):
         self._loaders: dict[tuple[str, int], DALILoader] = {}
         self._bad: dict[str, dict[str, str]] = {}  # what was found when the files were looked through, by stage
 
-    # --- datasets ------------------------------------------------------------------------------------------------
-
     @override
     def _open_source(self, source: Any, name: str) -> Any:
         need_labels = name != "predict"
@@ -169,8 +167,6 @@ class DALIDataModule(ResumableDataModule):
             raise ValueError(f"none of the {len(images)} images can be decoded; {images.name(index)}: {why}")
         kept = np.delete(np.arange(len(images)), list(bad))
         return images if not bad else EncodedImages(Subset(dataset, kept.tolist()), name != "predict")
-
-    # --- loaders -------------------------------------------------------------------------------------------------
 
     @override
     def train_dataloader(self) -> DALILoader:
@@ -266,8 +262,6 @@ class DALIDataModule(ResumableDataModule):
             )
         return root.index or 0
 
-    # --- samples that are left out -------------------------------------------------------------------------------
-
     def _skipped_samples(self, name: str) -> SkippedSamples:
         """One list for all stages, with what was left out before."""
         skipped = self._skip_list("")
@@ -275,8 +269,6 @@ class DALIDataModule(ResumableDataModule):
             for sample, reason in self._bad.get(name, {}).items():
                 skipped.add(sample, BadImage(reason))
         return skipped
-
-    # --- resume --------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:

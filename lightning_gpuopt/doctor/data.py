@@ -88,9 +88,6 @@ def file_system_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> st
     return kind
 
 
-# ---- what there is ----
-
-
 @dataclass
 class _Listing:
     paths: list[str] = field(default_factory=list)
@@ -145,9 +142,6 @@ def histogram(sizes: Sequence[int]) -> dict[str, int]:
     for size in sizes:
         counts[next((f"{upper}_kib" for upper in _UPPER_KIB if size <= upper * 1024), "more")] += 1
     return counts
-
-
-# ---- a folder ----
 
 
 def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
@@ -278,9 +272,6 @@ def _decode_s(paths: Sequence[str]) -> float | None:
     return costs.pil_decode_s if costs is not None else None
 
 
-# ---- what is one file, or a few ----
-
-
 def _lmdb(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     dataset = LMDBDataset(facts.path, decode="raw")
     files = [each.path for each in _entries(facts.path) if each.is_file()]
@@ -307,9 +298,6 @@ def _file(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
             return sum(len(os.pread(file.fileno(), _BLOCK, index * _BLOCK)) for index in batch)
 
         return replace(facts, read=_measure(read, order, [facts.path], clock))
-
-
-# ---- measuring ----
 
 
 def _measure(read: _Read, order: Sequence[int], files: Sequence[str], clock: Callable[[], float]) -> ReadRates:

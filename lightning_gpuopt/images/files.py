@@ -229,8 +229,6 @@ def _warn_of_others(found: ImageFiles) -> None:
         )
 
 
-# --- listing -----------------------------------------------------------------------------------------------------
-
 _Identity: TypeAlias = tuple[int, int]  # of a folder, however it is reached: device and inode
 
 
@@ -329,9 +327,6 @@ def _walk(top: str, count: Callable[[int], None], entered: Container[_Identity] 
         found.images.sort()
         count(len(found.images))
         yield found
-
-
-# --- the list that is kept ---------------------------------------------------------------------------------------
 
 
 def _parse(data: bytes, folder: str) -> ImageFiles | None:

@@ -57,9 +57,6 @@ class Encoded(NamedTuple):
         return pack(self.structure, self.buffers, sample_number(shard, index))
 
 
-# --- writing -----------------------------------------------------------------------------------------------------
-
-
 def encode(sample: Any) -> Encoded:
     """A sample's structure and buffers; TypeError, with the place in the sample, for what would need pickle."""
     buffers: list[bytes] = []
@@ -253,9 +250,6 @@ _CARRIERS: Final = {2: "LA", 3: "RGB", 4: "RGBA"}
 def _is_whole_file(image: Image.Image) -> bool:
     """Whether a reader of the image's file gets this image: the first of a photograph and its previews, or the only."""
     return getattr(image, "n_frames", 1) == 1 or (image.format == "MPO" and image.tell() == 0)
-
-
-# --- reading -----------------------------------------------------------------------------------------------------
 
 
 def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder | None) -> Any:

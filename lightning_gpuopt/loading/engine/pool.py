@@ -90,8 +90,6 @@ class LoaderPool:
         self._poll.unregister(fd)
         return True
 
-    # -- processes
-
     def add(self, count: int) -> None:
         """Start processes. They wait for what `send` is given."""
         for worker in range(len(self.processes), len(self.processes) + count):
@@ -164,8 +162,6 @@ class LoaderPool:
             with contextlib.suppress(OSError):  # it is closed already
                 connection.close()
 
-    # -- what is to be read
-
     def ask(self, sequence: int, row: int, rows: int) -> None:
         """Have a batch read, from `row` on, by tickets of so many rows; its indices are in its slot."""
         slot = sequence % self._slots
@@ -207,8 +203,6 @@ class LoaderPool:
         self.ready.clear()
         self._sent.clear()
         self._errors.clear()
-
-    # -- what has been read
 
     def wait(self) -> None:
         limit_ms = _ALIVE_MS if self.dead is None else _LOOK_MS if self.running else 0
@@ -258,8 +252,6 @@ class LoaderPool:
         except (EOFError, OSError):  # its death is seen by its sentinel
             with contextlib.suppress(OSError):
                 self._unwatch(connection.fileno())
-
-    # -- deaths
 
     def _died(self, worker: int) -> None:
         """A process has ended: what it was reading is lost."""
