@@ -197,6 +197,7 @@ class RunRecord:
 
     @property
     def whole(self) -> Stretch:
+        """The whole run."""
         return Stretch(0.0, self.wall_s, self.steps, self.phases)
 
     @property
