@@ -24,7 +24,6 @@ Seed = restricted_number_type("0..2^32-1", int, [(">=", 0), ("<", 2**32)])
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``demo``."""
     add = parser.add_argument
     add("--data-dir", type=str, default="./demo-data", help="where the images are made, once")
     add("--output-dir", type=str, default="./demo-run", help="where the reports and the metrics go")

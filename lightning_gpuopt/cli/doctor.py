@@ -18,7 +18,6 @@ SUMMARY = "find out what in this environment will hold a GPU back: driver, CPUs,
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``doctor``."""
     parser.add_argument(
         "--data",
         type=str,

@@ -37,7 +37,6 @@ _BECAUSE = {
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``find-workers``."""
     add = parser.add_argument
     add(
         "loader",
@@ -65,7 +64,8 @@ def run(options: Namespace) -> int:
         own_sampling(loader, options.iterable)
         check_shared(loader)
     except (ArgumentTypeError, ValueError) as error:
-        raise UsageError(_in_words(str(error), options.loader)) from error
+        text = str(error).replace("dataloader:", f"{options.loader}:").replace("iterable=True", "--iterable")
+        raise UsageError(text) from error
     result = find_num_workers(
         loader,
         options.step_time / 1e3,
@@ -104,11 +104,6 @@ def _load(name: str) -> DataLoader[Any]:
         raise UsageError(f"{name}: expected a function that returns a DataLoader, got {function!r}")
     loader: DataLoader[Any] = function()
     return loader
-
-
-def _in_words(error: str, name: str) -> str:
-    """What an error says of arguments, in the words of the command line."""
-    return error.replace("dataloader:", f"{name}:").replace("iterable=True", "--iterable")
 
 
 def render(result: NumWorkersResult) -> str:

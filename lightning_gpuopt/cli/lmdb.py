@@ -31,7 +31,6 @@ JPEGQuality = restricted_number_type("1..95", int, [(">=", 1), ("<=", 95)])
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add ``build``, ``verify`` and ``info``."""
     actions = parser.add_subcommands(dest="action", required=True)
     for name, summary, add in (
         ("build", BUILD, _add_build),

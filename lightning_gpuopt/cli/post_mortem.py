@@ -18,7 +18,6 @@ SUMMARY = "why a run died, or what it waits for now: which process, sample and l
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``post-mortem``."""
     parser.add_argument(
         "report_dir",
         type=str,

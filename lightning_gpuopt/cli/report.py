@@ -7,21 +7,21 @@ import math
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError, writing_to
-from lightning_gpuopt.cli._reports import load_report
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
+
+_PLACES: Final = ("report.json", "*/report.json", "*/*/report.json")
 
 SUMMARY = "show a report.json that StallDetector wrote, or compare two of them"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``report``."""
     add = parser.add_argument
     add("file", type=str, help="a report.json, or a folder with one; with a second one, the run before")
     add("after", type=str, nargs="?", help="the report of the run after")
@@ -36,10 +36,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the report, or the comparison, and write the page where one is asked for.
-
-    1 where with ``--fail-if-slower`` the later run is slower, or cannot be judged.
-    """
+    """Print the report, or the comparison, and write the page; 1: slower, or not judged, with ``--fail-if-slower``."""
     allowed = _percentage(options.fail_if_slower) if options.fail_if_slower is not None else None
     if allowed is not None and options.after is None:
         raise UsageError("--fail-if-slower: expected two reports to compare, got one; give the one of the run after")
@@ -63,9 +60,7 @@ def _table(report: StallReport) -> str:
 
 def _compare(first: StallReport, second: StallReport, allowed: float | None, *, as_json: bool) -> bool:
     """Print the comparison; whether the gate, if there is one, did not let it pass."""
-    from lightning_gpuopt.diagnosis.compare import compare
-    from lightning_gpuopt.diagnosis.gate import gate_of
-    from lightning_gpuopt.diagnosis.render.data import comparison_data
+    from lightning_gpuopt.diagnosis.compare import compare, comparison_data, gate_of
     from lightning_gpuopt.diagnosis.render.text import render_comparison
     from lightning_gpuopt.diagnosis.render.wording import gate_line
 
@@ -102,3 +97,27 @@ def _write_page(target: Path, first: StallReport, second: StallReport | None) ->
     page = render_html(first) if second is None else render_html(second, baseline=first)
     with writing_to("--html", target):
         write_whole(target, page)
+
+
+def load_report(name: str) -> StallReport:
+    """Read a report of ``StallDetector``, or the last one in a folder that ``post-mortem`` takes; else UsageError."""
+    from lightning_gpuopt.diagnosis.report import StallReport
+
+    try:
+        return StallReport.from_json(_file(Path(name)).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"expected a report.json, got {name}: {error.strerror}; StallDetector leaves one in its report_dir"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}; give a report.json that StallDetector wrote") from error
+
+
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    for place in _PLACES:
+        found = max(path.glob(place), key=lambda each: each.stat().st_mtime, default=None)
+        if found is not None:
+            return found
+    raise UsageError(f"expected a report.json, got {path}: none in that folder; StallDetector leaves one in report_dir")

@@ -36,7 +36,6 @@ _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``watch``."""
     add = parser.add_argument
     add("--fix", action="store_true", help="apply fixes while training runs, and keep those with a proven gain")
     add("--exact", action="store_true", help="with --fix: change only loaders known not to draw in workers")
@@ -55,10 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace, command: Sequence[str]) -> int:
-    """Run the command, and print what was found on stderr when it has ended; gives its exit code.
-
-    Where a signal has ended it, this process ends by the same signal.
-    """
+    """Run the command, print what was found on stderr, and end as it did: by its exit code, or the same signal."""
     if not command:
         raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:

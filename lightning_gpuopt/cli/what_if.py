@@ -11,7 +11,7 @@ from jsonargparse import ArgumentParser, Namespace
 from jsonargparse.typing import restricted_number_type
 
 from lightning_gpuopt.cli._parser import UsageError
-from lightning_gpuopt.cli._reports import load_report
+from lightning_gpuopt.cli.report import load_report
 
 if TYPE_CHECKING:
     from lightning_gpuopt.diagnosis.report import StallReport
@@ -32,7 +32,6 @@ _CHANGES = ("num_workers", "prefetch_factor", "cpus", "decode_speedup", "batch_s
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Add the arguments of ``what-if``."""
     add = parser.add_argument
     add("file", type=str, help="a report.json that StallDetector wrote")
     add("--num-workers", type=Workers, help="worker processes; 0: the training process loads by itself")
@@ -46,12 +45,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="N",
         help="GPUs, each with a process and a loader; --cpus are those of all of them",
     )
-    add(
-        "--link-gb-per-s",
-        type=GbPerS,
-        metavar="X",
-        help="GB/s between the GPUs; else NVLink, PCIe and a network",
-    )
+    add("--link-gb-per-s", type=GbPerS, metavar="X", help="GB/s between the GPUs; else NVLink, PCIe and a network")
     add(
         "--gradient-bytes",
         type=Bytes,
@@ -91,7 +85,7 @@ def _on_one_gpu(report: StallReport, change: WhatIf, options: Namespace) -> tupl
 
 
 def _on_several(report: StallReport, change: WhatIf, options: Namespace) -> tuple[dict[str, Any], str]:
-    from lightning_gpuopt.diagnosis.render.scaling import render_scaling
+    from lightning_gpuopt.diagnosis.render.what_if import render_scaling
     from lightning_gpuopt.diagnosis.scaling import given_link, scaling
 
     rate = options.link_gb_per_s

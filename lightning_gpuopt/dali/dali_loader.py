@@ -129,7 +129,8 @@ class DALILoader(ResumableLoader):
                 tensors = self._collect()
                 self._own -= 1
                 done += 1
-                self._keep_state(done)
+                self._states[done] = self.engine.state
+                self._states.pop(done - _STATES_KEPT, None)
                 yield tensors
         finally:
             batches.close()
@@ -175,10 +176,6 @@ class DALILoader(ResumableLoader):
             self._ahead = following, self.source.batches(self.sampler.batches_of(following))
         return self._ahead[1]
 
-    def _keep_state(self, done: int) -> None:
-        self._states[done] = self.engine.state
-        self._states.pop(done - _STATES_KEPT, None)
-
     def _collect(self) -> tuple[torch.Tensor, ...]:
         while True:
             size = len(self.engine.flight[0])
@@ -197,8 +194,6 @@ class DALILoader(ResumableLoader):
                 self._expected(tensors, size)
                 self._checked = True
             return tensors
-
-    # --- images that DALI refuses --------------------------------------------------------------------------------
 
     def _recover(self, error: Exception) -> None:
         """Build the pipeline anew, after an image that it could not decode, and put in again what was in it.

@@ -132,15 +132,12 @@ class FileList(Dataset[Any]):
         return (data, int(self.targets[index])) if hasattr(self, "targets") else data
 
     def for_loader(self) -> FileList:
-        """Itself: there is nothing to set for a loader."""
         return self
 
     def sample_name(self, index: int) -> str:
-        """The file's path."""
         return os.path.join(self._root, self._names[index])
 
     def encoded_image(self, index: int) -> bytes:
-        """A file's content."""
         return read_file(self.sample_name(index))
 
 

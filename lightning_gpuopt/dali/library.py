@@ -24,8 +24,6 @@ _kept: list[list[Any]] = []  # of a forked process, whose thread may end before 
 
 @dataclass(frozen=True)
 class DALI:
-    """What is used of DALI."""
-
     fn: Any
     types: Any
     pipeline_def: Any
@@ -77,5 +75,4 @@ os.register_at_fork(before=_hold, after_in_child=_keep, after_in_parent=_release
 
 
 def is_pipeline_def(function: Any) -> bool:
-    """Whether a function was decorated with ``@pipeline_def``."""
     return bool(getattr(function, "_is_pipeline_def", False))

@@ -79,7 +79,6 @@ def transforms(operators: Sequence[Any]) -> Definition:
 
 
 def custom(function: Callable[..., Any]) -> Definition:
-    """The definition of a user's ``@pipeline_def``."""
     body = getattr(function, "__wrapped__", function)
 
     def define(dali: DALI, settings: PipelineSettings, encoded: Any, labels: Any, areas: Any) -> Any:
@@ -116,8 +115,7 @@ def build(
 ) -> Any:
     """Build a pipeline that is fed batch by batch; PipelineError where it has other outputs than images and labels.
 
-    ``checkpoint`` is the state of its random operators; None: as seeded. ``b""``: as seeded, and the state can be asked
-    for.
+    ``checkpoint`` is its random operators' state; ``b""``: as seeded, to be asked for; None: as seeded.
     """
 
     def whole() -> tuple[Any, ...]:

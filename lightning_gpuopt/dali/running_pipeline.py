@@ -124,7 +124,6 @@ class RunningPipeline:
             self.close()
 
     def close(self) -> None:
-        """Free the pipeline, its memory and its threads."""
         self._cpu_s_before = self.cpu_s()
         self._threads = []
         self._pipeline = None

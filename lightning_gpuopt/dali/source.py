@@ -20,10 +20,9 @@ from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.other_decoder import as_ppm, for_other_decoder
-from lightning_gpuopt.loading.heap import keep_heap
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
-from lightning_gpuopt.loading.samples import SkippedSamples
+from lightning_gpuopt.loading.samples import SkippedSamples, keep_heap
 
 PPM: Final = b"P6"  # how the files begin that PIL has decoded: no others of that format are given to DALI
 MAX_THREADS: Final = 16
@@ -48,7 +47,6 @@ class EncodedBatch:
         return len(self.indices)
 
     def without(self, positions: Iterable[int]) -> EncodedBatch:
-        """The batch with some of its samples left out."""
         gone = set(positions)
         kept = [at for at in range(len(self)) if at not in gone]
         return EncodedBatch(
@@ -83,7 +81,6 @@ class RandomAreas:
     flip: bool = True  # mirror one in two
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
-        """See `Areas`."""
         drawn = draw_area(height, width, keyed_generator(key), self.scale, self.ratio, self.flip)
         return drawn.top / height, drawn.left / width, drawn.height / height, drawn.width / width, drawn.mirrored
 
@@ -99,7 +96,6 @@ class CenterAreas:
     size: int  # side of the square in pixels
 
     def area(self, height: int, width: int, key: int) -> Sequence[float]:
-        """See `Areas`."""
         high, wide, top, left = resized_center(height, width, self.resize, self.size)
         return top / high, left / wide, (top + self.size) / high, (left + self.size) / wide
 
@@ -184,7 +180,6 @@ class BatchSource:
             pool.shutdown(wait=False)
 
     def close(self) -> None:
-        """End the threads."""
         pools = [*self._resting, *self._pools.values()]
         self._resting, self._pools = [], {}
         for pool in pools:
@@ -233,14 +228,12 @@ class BatchSource:
             raise self.undecodable(index, error) from error
 
     def undecodable(self, index: int, error: Exception) -> CorruptSampleError:
-        """The error for a sample's image that cannot be decoded, from the decoder's."""
         reason = f"{type(error).__name__}: {reason_of(error)}"
         return CorruptSampleError(
             f"{self.images.name(index)}: it is not an image that can be decoded ({reason}); replace or remove it"
         )
 
     def decode_by_pil(self, index: int) -> None:
-        """From now on, give a sample as PIL decodes it."""
         self._by_pil.add(index)
 
     def _finish(self, reading: _PendingRead) -> EncodedBatch:

@@ -129,8 +129,6 @@ class DALIDataModule(ResumableDataModule):
         self._loaders: dict[tuple[str, int], DALILoader] = {}
         self._bad: dict[str, dict[str, str]] = {}  # what was found when the files were looked through, by stage
 
-    # --- datasets ------------------------------------------------------------------------------------------------
-
     @override
     def _open_source(self, source: Any, name: str) -> Any:
         need_labels = name != "predict"
@@ -169,8 +167,6 @@ class DALIDataModule(ResumableDataModule):
             raise ValueError(f"none of the {len(images)} images can be decoded; {images.name(index)}: {why}")
         kept = np.delete(np.arange(len(images)), list(bad))
         return images if not bad else EncodedImages(Subset(dataset, kept.tolist()), name != "predict")
-
-    # --- loaders -------------------------------------------------------------------------------------------------
 
     @override
     def train_dataloader(self) -> DALILoader:
@@ -214,10 +210,7 @@ class DALIDataModule(ResumableDataModule):
         define = given or (pipelines.random_crops if train else pipelines.center_crops)
         settings = self._settings(sampler, argument)
         source = BatchSource(
-            images,
-            areas,
-            seed=self.seed,
-            skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None,
+            images, areas, seed=self.seed, skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None
         )
         keeps_state = given is not None and train and sampler.num_replicas == 1
         make = partial(_build, define, settings, areas is not None, keeps_state)
@@ -269,8 +262,6 @@ class DALIDataModule(ResumableDataModule):
             )
         return root.index or 0
 
-    # --- samples that are left out -------------------------------------------------------------------------------
-
     def _skipped_samples(self, name: str) -> SkippedSamples:
         """One list for all stages, with what was left out before."""
         skipped = self._skip_list("")
@@ -278,8 +269,6 @@ class DALIDataModule(ResumableDataModule):
             for sample, reason in self._bad.get(name, {}).items():
                 skipped.add(sample, BadImage(reason))
         return skipped
-
-    # --- resume --------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -297,14 +286,12 @@ class DALIDataModule(ResumableDataModule):
         """Free the stage's pipelines: their threads and their memory."""
         super().teardown(stage)
         self._close()
-        self._loaders.clear()
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Free the pipelines; Lightning calls no ``teardown`` after an exception."""
         self._report_skipped()
         self._close()
-        self._loaders.clear()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {"_loaders": {}}
@@ -312,6 +299,7 @@ class DALIDataModule(ResumableDataModule):
     def _close(self) -> None:
         for loader in self._loaders.values():
             loader.close()
+        self._loaders.clear()
 
 
 def _build(
@@ -322,7 +310,6 @@ def _build(
 
 
 def _check(name: str, tensors: tuple[torch.Tensor, ...], size: int) -> None:
-    """Compare a pipeline's first batch with what is expected of it."""
     images, labels = tensors
     if images.ndim != 4 or len(images) != size or labels.shape != (size,) or labels.is_floating_point():
         raise MisconfigurationException(

@@ -199,8 +199,6 @@ class ElasticDataModule(ResumableDataModule):
         """The dataset at a path, by ``train``, ``val``, ``test`` or ``predict``."""
         raise NotImplementedError
 
-    # --- datasets ------------------------------------------------------------------------------------------------
-
     @override
     def setup(self, stage: str | None = None) -> None:
         """Open the stage's datasets; see `ResumableDataModule.setup`."""
@@ -213,8 +211,6 @@ class ElasticDataModule(ResumableDataModule):
         if not is_path(source):
             return source
         return self._open_path(source, name, self.train_transform if name == "train" else self.eval_transform)
-
-    # --- loaders -------------------------------------------------------------------------------------------------
 
     @override
     def train_dataloader(self) -> ElasticLoader:
@@ -313,8 +309,6 @@ class ElasticDataModule(ResumableDataModule):
             return RandomCrops(self.crop_size, self.scale, self.ratio, self.interpolation, self.flip)
         return CenterCrops(self.crop_size, interpolation=self.interpolation)
 
-    # --- batches -------------------------------------------------------------------------------------------------
-
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Normalise where `normalize` asks for it; then the LightningModule's hook of that name has its turn."""
@@ -352,8 +346,6 @@ class ElasticDataModule(ResumableDataModule):
         if self._dtype is None or self._dtype[0] is not plugin:
             self._dtype = plugin, plugin.convert_input(torch.empty(0)).dtype
         return self._dtype[1]
-
-    # --- order ---------------------------------------------------------------------------------------------------
 
     @override
     def _what_makes(self, order: Order) -> dict[str, Any]:

@@ -72,8 +72,6 @@ class ResumableDataModule(LightningDataModule):
         """Without what belongs to a run: its sampler knows its Trainer."""
         return {**vars(self), "_sampler": None, "_sampler_of": None}
 
-    # --- datasets ------------------------------------------------------------------------------------------------
-
     @override
     def setup(self, stage: str | None = None) -> None:
         """Open the stage's datasets.
@@ -107,8 +105,6 @@ class ResumableDataModule(LightningDataModule):
                 f"{type(self).__name__} was made without {name}=: give it the path of a dataset, or a dataset"
             )
         return self._open(name)
-
-    # --- loaders -------------------------------------------------------------------------------------------------
 
     @override
     def val_dataloader(self) -> Any:
@@ -175,8 +171,6 @@ class ResumableDataModule(LightningDataModule):
             return torch.cuda.is_available()
         return self.trainer.strategy.root_device.type == "cuda"
 
-    # --- samples that are left out -------------------------------------------------------------------------------
-
     @property
     def num_skipped(self) -> int:
         """Samples that were left out because they could not be read, in all processes, with ``on_corrupt="skip"``."""
@@ -197,8 +191,6 @@ class ResumableDataModule(LightningDataModule):
         for each in self._skipped.values():
             if (text := each.new_skips()) is not None:
                 rank_zero_warn(text)
-
-    # --- resume --------------------------------------------------------------------------------------------------
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -272,5 +264,4 @@ def _current_epoch(trainer: Trainer) -> int:
 
 
 def is_path(source: Any) -> bool:
-    """Whether a source is a path, and no dataset."""
     return isinstance(source, (str, os.PathLike))

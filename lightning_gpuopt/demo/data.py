@@ -97,10 +97,7 @@ def is_whole(folder: Path, recipe: Recipe) -> bool:
 
 
 def make(folder: Path, recipe: Recipe, on_image: Callable[[], object] = lambda: None) -> None:
-    """Make the folder, or make it again in place of what an earlier recipe left there.
-
-    ``on_image`` is called after every image, on this thread.
-    """
+    """Make the folder, in place of what an earlier recipe left; ``on_image`` is called for each, on this thread."""
     photographs = load_photographs()
     unfinished = folder.with_name(f".{folder.name}.unfinished")
     outdated = folder.with_name(f".{folder.name}.outdated")

@@ -26,8 +26,6 @@ _STEPS: Final = 5
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a step is made of."""
-
     width: int  # the network's channels, in multiples of those on the CPU
     batch_size: int  # images a step
     step_s: float  # that the GPU takes for it
@@ -35,10 +33,9 @@ class Sizes:
 
 
 def sizes_for(loader_s: float, image_s: Mapping[int, float], batch_size: int | None = None) -> Sizes:
-    """The smallest network whose step takes long enough, and the smallest batch; else the largest of both.
+    """The smallest network and batch (None: chosen) whose step takes long enough; else the largest of both.
 
-    ``loader_s`` is for an image at the loader's best, ``image_s`` a step's share for an image of a large batch, by
-    width. Without ``batch_size`` it is chosen.
+    ``loader_s`` is for an image at the loader's best, ``image_s`` a step's share for one of a large batch, by width.
     """
     target_s = least_image_s(loader_s, batch_size)
     width = next((each for each in sorted(image_s) if image_s[each] >= target_s), max(image_s))
@@ -60,8 +57,7 @@ def sized(
 ) -> tuple[DemoSettings, Sizes] | None:
     """Settings of a run whose step is long enough on this machine; None where a measurement failed.
 
-    ``loader_s`` measures the loader (`loader_at_its_best`), ``image_s`` a width (`image_on_cuda`). Without
-    ``batch_size`` it is chosen.
+    ``loader_s`` measures the loader (`loader_at_its_best`), ``image_s`` a width (`image_on_cuda`).
     """
     best_s = loader_s(settings)
     if best_s is None:

@@ -24,21 +24,17 @@ STEP_NAMES: Final[tuple[str, ...]] = get_args(StepName)
 # workers are searched for where the low end of their prediction promises so much: on few CPUs they take the step's
 _SURE_GAIN: Final = 1.1
 
-
 _PIL_MS: Final = ("image_decode_ms", "image_crop_ms", "image_to_float_ms")
 _CLEARLY_CHEAPER: Final = 0.8
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step may need of the machine."""
-
     on_cuda: bool = False
     has_dali: bool = False  # whether DALI can be used there
 
     @classmethod
     def of(cls, outcome: Outcome) -> Machine:
-        """The machine of a run; DALI is looked for on CUDA only."""
         return cls(outcome.on_cuda, outcome.on_cuda and _has_dali())
 
 
@@ -169,10 +165,7 @@ STEPS: Final[tuple[Callable[[Finding, DemoSettings, Machine], Step | None], ...]
 def next_step(
     reports: Sequence[RunRecord], settings: DemoSettings, machine: Machine | None = None, tried: Collection[str] = ()
 ) -> Step | None:
-    """What is advised next by reports (the latest last), of what the demo can do and has not ``tried``; None: nothing.
-
-    ``machine`` None: no GPU.
-    """
+    """What reports (the latest last) advise of what the demo can do and has not ``tried``; ``machine`` None: no GPU."""
     *earlier, latest = reports
     machine = machine or Machine()
 

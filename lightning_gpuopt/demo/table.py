@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from lightning_gpuopt.demo.steps import Step
 from lightning_gpuopt.demo.training import DemoSettings, Outcome
 from lightning_gpuopt.diagnosis.record import Proof
+from lightning_gpuopt.diagnosis.render.text import new_console, text_of
 
 _UNKNOWN: Final = "–"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training of the demo."""
-
     settings: DemoSettings
     outcome: Outcome
     step: Step | None = None  # the advice that it applied; None for the first run
@@ -30,7 +27,6 @@ class Run:
 
     @property
     def name(self) -> str:
-        """The step's name, or ``"before"``."""
         return self.step.name if self.step is not None else "before"
 
     @property
@@ -49,19 +45,16 @@ def table(runs: list[Run], width: int = 80) -> str:
         drawn.add_column(Text(head), justify="right")
     for run, cells in zip(runs, zip(*shown.values(), strict=True), strict=True):
         drawn.add_row(*(Text(text) for text in [title(run.name), *(text or _UNKNOWN for text in cells)]))
-    file = io.StringIO()
-    # the last column's padding is cut off
-    Console(file=file, width=width + 1, color_system=None, highlight=False).print(drawn)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n")
+    console = new_console(width + 1)  # the last column's padding is cut off
+    console.print(drawn)
+    return text_of(console).strip("\n")
 
 
 def title(name: str) -> str:
-    """A step's name as words."""
     return "DALI" if name == "dali" else name.replace("-", " ")
 
 
 def gain_line(proof: Proof) -> str:
-    """What a step was to bring and what it brought."""
     measured = f"measured {proof.measured:.2f}x"
     if proof.predicted is None:
         return f"{measured} steps per second"

@@ -63,8 +63,6 @@ EXPECTED_WARNINGS = (
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """One training run of the demo."""
-
     data_dir: Path  # with ``train`` and ``val``; for "lmdb" ``train.lmdb`` and ``val.lmdb``
     output_dir: Path  # of the report and the metrics
     epochs: int
@@ -84,8 +82,6 @@ class DemoSettings:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run showed."""
-
     report: StallReport
     gpu: dict[str, float]  # figures over the whole run, empty without a GPU
     accuracy_percent: float  # of the last validation
@@ -139,11 +135,9 @@ class PhotographFiles(LightningDataModule):
         self.settings = settings
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """Shuffled and augmented."""
         return self._loader("train")
 
     def val_dataloader(self) -> DataLoader[tuple[Tensor, int]]:
-        """In the order of the files."""
         return self._loader("val")
 
     def _loader(self, part: str) -> DataLoader[tuple[Tensor, int]]:
@@ -175,20 +169,17 @@ class PhotographNet(LightningModule):
         self.accuracy = MulticlassAccuracy(num_classes, average="micro")
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """One step of training."""
         images, labels = batch
         loss = cross_entropy(self.network(images), labels)
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Count how many crops are told right."""
         images, labels = batch
         self.accuracy(self.network(images), labels)
         self.log("val_acc", self.accuracy, prog_bar=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW with a constant learning rate."""
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
@@ -233,14 +224,15 @@ def train(settings: DemoSettings) -> Outcome:
         if settings.min_s or trainer.global_step % steps_of_an_epoch:  # max_steps ended an epoch before its validation
             trainer.validate(model, datamodule=data, verbose=False)
     epochs, rest = divmod(trainer.global_step, steps_of_an_epoch)
+    device = trainer.strategy.root_device
     return Outcome(
         report=detector.report,
         gpu=monitor.summary(),
         accuracy_percent=100 * float(trainer.callback_metrics["val_acc"]),
         steps=trainer.global_step,
         samples=epochs * images + rest * settings.batch_size,
-        device=_device_name(trainer),
-        on_cuda=trainer.strategy.root_device.type == "cuda",
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        on_cuda=device.type == "cuda",
         found_num_workers=finder.optimal_num_workers if finder is not None else None,
     )
 
@@ -249,15 +241,14 @@ def _data(settings: DemoSettings) -> LightningDataModule:
     if settings.storage == "files":
         return PhotographFiles(settings)
     if settings.storage == "dali":
-        mean, std = NORMALIZE
         return DALIDataModule(
             _stored(settings.data_dir, "train"),
             _stored(settings.data_dir, "val"),
             batch_size=settings.batch_size,
             crop_size=CROP_SIZE,
             resize_size=resize_for(CROP_SIZE),
-            mean=mean,
-            std=std,
+            mean=IMAGENET_MEAN,
+            std=IMAGENET_STD,
             seed=settings.seed,
         )
     make: type[ElasticDataModule] = ImageFolderDataModule if settings.storage == "folder" else LMDBDataModule
@@ -277,7 +268,6 @@ def _data(settings: DemoSettings) -> LightningDataModule:
 
 
 def _stored(folder: Path, part: str) -> Path:
-    """The LMDB of a part of the images, or their folder where there is none."""
     lmdb = folder / f"{part}.lmdb"
     return lmdb if lmdb.exists() else folder / part
 
@@ -295,7 +285,6 @@ class LongEnough(Callback):
         self._began_s = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """It begins."""
         self._began_s = self._clock()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -309,7 +298,6 @@ class ValidationLines(Callback):
     """One line for each validation, for where a progress bar cannot be drawn."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print the figures as they are now."""
         figures = "  ".join(f"{name} {float(value):.3f}" for name, value in trainer.callback_metrics.items())
         print(f"  step {trainer.global_step}  {figures}", flush=True)
 
@@ -328,11 +316,6 @@ def _fit(trainer: Trainer, model: LightningModule, data: LightningDataModule) ->
 def _block(inputs: int, outputs: int, kernel_size: int = 3, stride: int = 2) -> nn.Sequential:
     convolution = nn.Conv2d(inputs, outputs, kernel_size, stride, padding=kernel_size // 2, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
-
-
-def _device_name(trainer: Trainer) -> str:
-    device = trainer.strategy.root_device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 @contextmanager

@@ -1,21 +1,24 @@
-"""Two runs side by side: what was advised in the first, applied in the second, and what it really brought."""
+"""Two runs side by side: what advice of the first really brought in the second, and whether that is slower."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS, Finding, Proof, RunRecord
+from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
+
+Outcome = Literal["passed", "slower", "not_judged"]
 
 # what two runs must have in common for one to prove advice of the other; what a report does not say is in common
 _SAME: Final = ("model", "device", "ranks", "strategy", "precision", "accumulate_grad_batches", "batch_size")
+# with another of these a step is other work. A changed model, precision or strategy is what a gate has to judge.
+_OTHER_WORK: Final = ("device", "ranks", "batch_size")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of a run."""
-
     before: RunRecord
     after: RunRecord
     speedup: float | None  # steady steps per second, after over before; None: too few steady steps
@@ -25,7 +28,6 @@ class Comparison:
 
 
 def compare(before: RunRecord, after: RunRecord) -> Comparison:
-    """Hold a run against an earlier one."""
     counts = [each.steps if each.measured_steps is None else each.measured_steps for each in (before, after)]
     steps = (counts[0], counts[1]) if all(counts) else None
     enough = steps is None or min(steps) >= ENOUGH_STEPS
@@ -72,3 +74,80 @@ def _followed(advised: Any, now: Any) -> bool:
     if isinstance(advised, int) and advised:
         return bool(now >= advised)
     return bool(now == advised)
+
+
+@dataclass(frozen=True)
+class Gate:
+    outcome: Outcome
+    allowed_percent: float
+    slower_percent: float | None = None  # of the mean steady step, negative: faster; None: a run has none
+    median_slower_percent: float | None = None  # where only the mean is slower, a few long steps are the reason
+    phase: str | None = None  # the phase whose host time per step grew most
+    phase_before_s: float | None = None  # per step
+    phase_after_s: float | None = None  # per step
+    reason: str = ""  # why it was not judged; empty where it was
+
+
+def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:
+    """Whether the later run's mean steady step (``step_s``) is slower than allowed; no noise is taken off."""
+    before, after = comparison.before, comparison.after
+    other = [name for name in comparison.differences if name in _OTHER_WORK]
+    if other:
+        names = ", ".join(name.replace("_", " ") for name in other)
+        return Gate("not_judged", allowed_percent, reason=f"the runs differ in {names}")
+    if not before.step_s or not after.step_s:
+        which, run = ("later", after) if before.step_s else ("earlier", before)
+        why = f". {run.why_not_measured}" if run.why_not_measured else ""
+        reason = f"the {which} run has no step after its warm-up{why}".rstrip(".")
+        return Gate("not_judged", allowed_percent, reason=reason)
+    slower_percent = (after.step_s / before.step_s - 1) * 100
+    first, second = before.step_times.median_s, after.step_times.median_s
+    grown, before_s, after_s = _phase_that_grew(before, after)
+    return Gate(
+        # rounding in the last digit is no slow-down
+        "slower" if slower_percent > allowed_percent + 1e-9 else "passed",
+        allowed_percent,
+        slower_percent,
+        (second / first - 1) * 100 if first and second else None,
+        grown,
+        before_s,
+        after_s,
+    )
+
+
+def _phase_that_grew(before: RunRecord, after: RunRecord) -> tuple[str | None, float | None, float | None]:
+    first, second = before.measured.step_phases_s, after.measured.step_phases_s
+    grown = {name: second[name] - first.get(name, 0.0) for name in second if name not in BETWEEN_STEPS}
+    phase = max(grown, key=lambda name: grown[name], default=None)
+    if phase is None or grown[phase] <= 0:
+        return None, None, None
+    return phase, first.get(phase, 0.0), second[phase]
+
+
+def comparison_data(comparison: Comparison, gate: Gate | None = None) -> dict[str, Any]:
+    """Two runs side by side as plain data; what is not known is left out, phases are host seconds of a steady step."""
+    data = {
+        "before": _run(comparison.before),
+        "after": _run(comparison.after),
+        "speedup": comparison.speedup,
+        "differences": comparison.differences,
+        "proofs": [asdict(each) for each in comparison.proofs],
+        "gate": known(asdict(gate)) if gate is not None else None,
+    }
+    return known(data)
+
+
+def _run(report: RunRecord) -> dict[str, Any]:
+    return known(
+        {
+            "verdict": report.verdict,
+            "steps": report.steps,
+            "step_s": report.step_s,
+            "median_step_s": report.step_times.median_s,
+            "phases_s_per_step": report.measured.step_phases_s,
+        }
+    )
+
+
+def known(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if value is not None}

@@ -130,7 +130,6 @@ def _goes_on(values: Sequence[float]) -> bool:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """The median of each value and its neighbours."""
     inner = [statistics.median(values[index - 1 : index + 2]) for index in range(1, len(values) - 1)]
     return [statistics.median(values[:3]), *inner, statistics.median(values[-3:])]
 

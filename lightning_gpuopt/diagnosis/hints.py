@@ -8,8 +8,6 @@ from typing import Final
 
 from lightning_gpuopt.diagnosis.record import Hint
 
-__all__ = ["PaddedBatch", "RunSettings", "hints_of", "padding_hints"]
-
 _MOSTLY_WORK: Final = 0.5  # where the GPU works for a smaller share of the time, faster kernels bring little
 # compute capabilities: Volta has tensor cores for float16; Ampere for bfloat16 and TF32 as well
 _TENSOR_CORES: Final = (7, 0)
@@ -22,14 +20,11 @@ _LARGER: Final = 1.5
 _FILLED: Final = 0.9
 _NO_LARGER_BATCH: Final = 8.0  # beyond that the estimate says no more than: much larger
 
-
 _PADDED: Final = 0.1  # share of the tokens that grouping by length has to save to be worth a hint
 
 
 @dataclass(frozen=True)
 class PaddedBatch:
-    """The sequences of one batch."""
-
     lengths: tuple[int, ...]  # tokens of each sample, without padding
     width: int  # tokens to which each is padded
 
@@ -64,7 +59,6 @@ class RunSettings:
 
 
 def hints_of(run: RunSettings) -> list[Hint]:
-    """The settings that this run could gain from."""
     return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
 
 

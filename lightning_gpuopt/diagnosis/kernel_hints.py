@@ -17,10 +17,7 @@ _MANY_LAUNCHES: Final = 20
 
 
 def kernel_hints(kernels: StepKernels | None, work_share: float, known: Sequence[Hint]) -> list[Hint]:
-    """Settings to gain from, by the kernels of a mean step.
-
-    Hints in ``known`` that concern the same setting are told with what the kernels add to them.
-    """
+    """Settings to gain from, by the kernels of a mean step, after those ``known``, to which the kernels may add."""
     if kernels is None:
         return list(known)
     text, evidence = _plain_products(kernels, work_share)

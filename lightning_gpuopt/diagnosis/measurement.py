@@ -9,19 +9,12 @@ from typing import Final
 
 from lightning_gpuopt.diagnosis.growth import Growth, growth_of
 from lightning_gpuopt.diagnosis.waterfall import Waterfall, waterfall_of
+from lightning_gpuopt.measurements import loading
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.gpu import AheadCopies, DeviceState, GpuTimes, StepLook, SyncSighting
 from lightning_gpuopt.measurements.host import Collections, Compilations, HostActivity
 from lightning_gpuopt.measurements.kernels import StepKernels
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
-from lightning_gpuopt.measurements.loading import (
-    ImageSamples,
-    LoaderFacts,
-    LoaderReading,
-    Pipelines,
-    QueueTimes,
-    WorkerTimes,
-)
 from lightning_gpuopt.measurements.phases import GPU_WORK, PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, RankWork, ReducerTimes
 
@@ -33,14 +26,14 @@ class Measurement:
     """One stretch of a run; what was not measured, or does not apply, is None, or a counter at its beginning."""
 
     times: PhaseTimes = field(default_factory=PhaseTimes)
-    loader: LoaderFacts = field(default_factory=LoaderFacts)  # settings of the training loaders
+    loader: loading.LoaderFacts = field(default_factory=loading.LoaderFacts)  # settings of the training loaders
     source: LoaderDescription = field(default_factory=lambda: LoaderDescription("torch"))  # that the loop waits for
-    validation: LoaderReading | None = None  # where its workers are started for each validation
+    validation: loading.LoaderReading | None = None  # where its workers are started for each validation
     host: HostActivity | None = None
     gpu: GpuTimes | None = None
     # timed inside the workers, or the training process where it loads
-    workers: WorkerTimes = field(default_factory=WorkerTimes)
-    queues: QueueTimes = field(default_factory=QueueTimes)
+    workers: loading.WorkerTimes = field(default_factory=loading.WorkerTimes)
+    queues: loading.QueueTimes = field(default_factory=loading.QueueTimes)
     device: DeviceState | None = None  # what NVML reported
     syncs: SyncSighting | None = None
     look: StepLook | None = None  # a close look at the step's kernels
@@ -51,8 +44,8 @@ class Measurement:
     gradients: GradientSync | None = None
     metrics: MetricSync = field(default_factory=MetricSync)  # reduced over the ranks in steps
     ahead: AheadCopies = field(default_factory=AheadCopies)  # that CudaPrefetcher made
-    images: ImageSamples | None = None  # the image files behind the training loader
-    pipelines: Pipelines | None = None  # the loaders that decode in pipelines of their own
+    images: loading.ImageSamples | None = None  # the image files behind the training loader
+    pipelines: loading.Pipelines | None = None  # the loaders that decode in pipelines of their own
     # whether checkpoints can be saved in the background as they are: Lightning 2.5.4 and later
     async_saves_copy: bool = True
     hyperparameters: tuple[str, ...] = ()  # data that ``save_hyperparameters`` took in: "dataset (Photos)"
@@ -78,20 +71,17 @@ class Measurement:
 
     @property
     def kernels(self) -> StepKernels | None:
-        """What the steps' work consists of; None where nothing was looked at."""
         return self.look.kernels if self.look is not None else None
 
     @cached_property
     def growth(self) -> Growth | None:
-        """How the steps get slower; None where they do not, or there are too few windows to say."""
         return growth_of(self.history)
 
     @property
     def collectives_s(self) -> float | None:
         """Seconds of a mean step in which collectives ran exposed on this rank; None where that is not known.
 
-        On the GPU by the close look; without one, as on the CPU, by DDP's reducer: torch times its first ten
-        reductions, then one in a hundred.
+        By the close look; without one by DDP's reducer: torch times its first ten reductions, then one in a hundred.
         """
         if self.waterfall.on_gpu and self.look is not None:
             return None if self.look_pending else self.look.communication_s
@@ -113,10 +103,7 @@ class Measurement:
 
     @property
     def metric_sync_s(self) -> float:
-        """Seconds of waits for metric reductions on the CPU.
-
-        The rank that waits least counts, since the others wait for a slower one; 0 until their figures are there.
-        """
+        """Seconds of waits for metric reductions on the CPU, of the rank that waits least; 0 until all are known."""
         if self.waterfall.on_gpu:
             return 0.0
         ranks_s = [rank.metric_sync_s for rank in self.ranks if rank.metric_sync_s is not None]
@@ -125,7 +112,7 @@ class Measurement:
         return min(self.metrics.seconds, *(each * self.times.steps for each in ranks_s))
 
     @cached_property
-    def late_pipelines(self) -> Pipelines | None:
+    def late_pipelines(self) -> loading.Pipelines | None:
         """The pipelines, where the wait for data is the wait for them; None where it is for something else."""
         found = self.pipelines
         if found is None or not found.times.batches:

@@ -32,7 +32,6 @@ class MemoryRoom:
 
     @property
     def evidence(self) -> dict[str, float | str]:
-        """The limit, and what is left."""
         known = {} if self.limit is None else {"limit_gib": round(self.limit / GIB, 3)}
         return {"limit": self.kind, **known, "left_gib": round(self.free / GIB, 3)}
 

@@ -142,13 +142,9 @@ def _spread(measurement: Measurement) -> float:
 
 
 def speedup_of_workers(measurement: Measurement, workers: int, prefetch_factor: int | None = None) -> Interval | None:
-    """Steady steps per second with so many workers, 0: none, and batches ahead, over now: (low, mid, high).
-
-    ``what-if`` forecasts the same of the run's report.
-    """
-    return _speedup(
-        _explained(measurement), measurement, workers, prefetch_factor or measurement.loader.prefetch_factor
-    )
+    """Steady steps per second with so many workers and batches ahead, over now, as ``what-if``: (low, mid, high)."""
+    ahead = prefetch_factor or measurement.loader.prefetch_factor
+    return _speedup(_explained(measurement), measurement, workers, ahead)
 
 
 def speedup_of_threads(measurement: Measurement, threads: int) -> Interval | None:
@@ -208,10 +204,7 @@ def speedup_without(
 
 
 def speedup_of_persistent_workers(epoch_s: float, set_up_s: float, first_batch_s: float) -> Interval:
-    """Epochs per second with workers that persist, over now: (low, mid, high).
-
-    ``first_batch_s``, a part of ``set_up_s``, stays; half of what they save is the low end.
-    """
+    """Epochs per second with workers that persist, over now; ``first_batch_s`` of ``set_up_s`` stays."""
     return _speedup_to(epoch_s + first_batch_s, epoch_s + set_up_s, SPREADS["without"])
 
 

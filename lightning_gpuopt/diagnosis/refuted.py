@@ -15,12 +15,11 @@ COSTS_MORE: Final = "starting the workers takes longer than they save"  # reason
 
 def without_refuted(findings: Sequence[Finding], changes: Sequence[Change]) -> list[Finding]:
     """The findings, without the advice that was tried in the same run and did not help."""
-    in_vain = [each for each in changes if _is_refuted(each)]
+    no_proof = (TOO_SHORT, INTERRUPTED)
+    in_vain = [
+        each for each in changes if each.why.startswith(COSTS_MORE) or (each.kept is False and each.why not in no_proof)
+    ]
     return [_without(finding, in_vain) for finding in findings]
-
-
-def _is_refuted(change: Change) -> bool:
-    return change.why.startswith(COSTS_MORE) or (change.kept is False and change.why not in (TOO_SHORT, INTERRUPTED))
 
 
 def _without(finding: Finding, in_vain: Sequence[Change]) -> Finding:

@@ -69,11 +69,11 @@ def _process_memory(seen: RiskInputs) -> Iterator[Risk]:
 
 
 def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
-    known = [each for each in seen.rank if each.shm_free is not None]
-    frees = [each.shm_free for each in known if each.shm_free is not None]
-    if not frees:
+    known = [(each.at_s, each.shm_free) for each in seen.rank if each.shm_free is not None]
+    if not known:
         return
-    total = next((each.shm_size for each in reversed(known) if each.shm_size is not None), None)
+    frees = [free for _, free in known]
+    total = next((each.shm_size for each in reversed(seen.rank) if each.shm_size is not None), None)
     evidence: dict[str, float | str] = {"shm_size_gib": round(total / GIB, 3)} if total is not None else {}
     advice = (
         "Give the container more (`--shm-size=8g`, `--ipc=host`, in Kubernetes an emptyDir with medium: Memory), or "
@@ -95,7 +95,7 @@ def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
             yield Risk("shared_memory", text, evidence, advice)
             return
     few = max(frees[-1], 2 * needed) if flight is not None or not workers else math.inf
-    growth = _use([(each.at_s, -each.shm_free) for each in known if each.shm_free is not None], few)
+    growth = _use([(at_s, -free) for at_s, free in known], few)
     if growth is None or growth.grown < max(_SHM_GROWN, needed):
         return
     reached_s = frees[-1] / growth.rate
@@ -121,27 +121,21 @@ def _use(points: Sequence[tuple[float, float]], few: float) -> SteadyGrowth | No
 def _open_files(seen: RiskInputs) -> Iterator[Risk]:
     processes = {"The training process": seen.rank}
     processes |= {f"Worker {each.worker}": each.readings for each in seen.workers}
-    worst: Risk | None = None
-    soonest_s = math.inf
-    for who, readings in processes.items():
-        found = _files_of(who, readings, _horizon_s(seen))
-        if found is not None and found[0] < soonest_s:
-            soonest_s, worst = found
-    if worst is not None:
-        yield worst
+    found = [_files_of(who, readings, _horizon_s(seen)) for who, readings in processes.items()]
+    if risks := [each for each in found if each is not None]:
+        yield min(risks, key=lambda risk: risk[0])[1]
 
 
 def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> tuple[float, Risk] | None:
     """The risk, and in how many seconds it comes true; None where there is none."""
     known = [(each.at_s, each.files) for each in readings if each.files is not None]
-    counts = [files for _, files in known if files is not None]
     limit = next((each.files_limit for each in reversed(readings) if each.files_limit), None)
-    if not counts or limit is None:
+    if not known or limit is None:
         return None
-    now = counts[-1]
+    now = known[-1][1]
     evidence: dict[str, float | str] = {"process": who.lower(), "open_files": float(now), "files_limit": float(limit)}
     text = f"{who} has {now:,} of the {limit:,} files open that it may have"
-    growth = _use([(at_s, files) for at_s, files in known if files is not None], limit - now)
+    growth = _use(known, limit - now)
     rate = growth.rate if growth is not None and growth.grown >= _FILES_GROWN else 0.0
     reached_s = max(limit - now, 0) / rate if rate else math.inf
     if rate and reached_s <= horizon_s:

@@ -6,17 +6,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
+from lightning_gpuopt.diagnosis import what_if
 from lightning_gpuopt.diagnosis.record import RunRecord
-from lightning_gpuopt.diagnosis.what_if import (
-    CannotSayError,
-    Limit,
-    Run,
-    WhatIf,
-    batch_factor,
-    limit_of,
-    notes_on,
-    run_of,
-)
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import STEP_SPREAD, LoaderModel
 
@@ -24,7 +15,7 @@ _BUCKET_BYTES: Final = 25 << 20  # DDP's default ``bucket_cap_mb``
 _BACKWARD: Final = 2 / 3  # share of a step's own work that the backward pass takes, beside which gradients are reduced
 # what DDP's hooks, Lightning's broadcast before each step, and the wait for the slowest rank take of a step
 _STEP_OVERHEAD_S: Final[Interval] = (1e-4, 4e-4, 1e-3)
-_AS_IT_IS: Final = WhatIf()
+_AS_IT_IS: Final = what_if.WhatIf()
 
 _COUNTS: Final = 0.05  # from this share of a step's own work on the reduction is what limits it
 
@@ -48,7 +39,6 @@ ASSUMED: Final = (
 
 
 def given_link(gb_per_s: float) -> Link:
-    """A link whose bandwidth is known."""
     return Link("given link", (gb_per_s, gb_per_s, gb_per_s), (2e-5, 5e-5, 2e-4))
 
 
@@ -62,13 +52,11 @@ class LinkForecast:
     speedup: Interval  # samples per second, on all GPUs over on one
     linear_percent: float  # expected speed-up over the number of GPUs
     slower_below_s: Interval  # own work of a step below which all GPUs are slower than one
-    limit: Limit | Literal["reduction"]
+    limit: what_if.Limit | Literal["reduction"]
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """A run on one GPU, and what it would be on several."""
-
     ranks: int  # GPUs, with a process and a loader each
     gradient_bytes: int  # reduced by a step
     buckets: int  # collectives in which it does
@@ -79,34 +67,10 @@ class Scaling:
     notes: list[str]  # what is not known, and what was assumed for it
 
 
-@dataclass(frozen=True)
-class _Reduction:
-    """The reduction of gradients, in seconds; per batch it is a part where gradients are accumulated."""
-
-    ranks: int
-    whole_s: float  # all buckets
-    last_s: float  # the last bucket, beside which no backward pass runs
-    overhead_s: float  # what each batch takes besides
-    batches: int  # between two reductions
-
-    def exposed_s(self, own_s: float) -> float:
-        """What a batch takes longer, with so much work of its own."""
-        return max(self.last_s, self.whole_s - _BACKWARD * own_s) / self.batches + self.overhead_s
-
-    @property
-    def slower_below_s(self) -> float:
-        """The own work with which ``own + exposed`` is ``ranks * own``."""
-        others, hidden = self.ranks - 1, _BACKWARD / self.batches
-        return max(
-            (self.last_s / self.batches + self.overhead_s) / others,
-            (self.whole_s / self.batches + self.overhead_s) / (others + hidden),
-        )
-
-
 def scaling(
     report: RunRecord,
     ranks: int,
-    change: WhatIf = _AS_IT_IS,
+    change: what_if.WhatIf = _AS_IT_IS,
     *,
     link: Link | None = None,
     gradient_bytes: int | None = None,
@@ -118,11 +82,13 @@ def scaling(
     """
     measured_s = _step_on_one_gpu(report)
     size = gradient_bytes if gradient_bytes is not None else _gradient_bytes(report)
-    costs, own_share, run = report.loader_costs, 1.0, _without_loader(measured_s)
+    costs, own_share = report.loader_costs, 1.0
     if costs is not None or change != _AS_IT_IS:
-        run = run_of(report, change)
-    else:
+        run = what_if.run_of(report, change)
+    else:  # nothing is known of the loader
         own_share -= report.headroom or 0.0
+        model = LoaderModel(0.0, 0.0, measured_s, 0.0, (math.inf,) * 3)
+        run = what_if.Run(measured_s, measured_s, model, (model,) * 3, 0, 2)
     cpus = run.then[1].cpus[1] / ranks
     links = [link] if link is not None else ASSUMED
     return Scaling(
@@ -133,23 +99,18 @@ def scaling(
         own_step_s=costs.consumer_s if costs is not None else measured_s * own_share,
         cpus_per_rank=cpus if math.isfinite(cpus) else None,
         links=[_over(each, ranks, size, report, change, run, own_share) for each in links],
-        notes=notes_on(report, run, change),
+        notes=what_if.notes_on(report, run, change),
     )
 
 
-def _without_loader(step_s: float) -> Run:
-    """A run of whose loader nothing is known."""
-    model = LoaderModel(0.0, 0.0, step_s, 0.0, (math.inf,) * 3)
-    return Run(step_s, step_s, model, (model,) * 3, 0, 2)
-
-
 def _over(
-    link: Link, ranks: int, size: int, report: RunRecord, change: WhatIf, run: Run, own_share: float
+    link: Link, ranks: int, size: int, report: RunRecord, change: what_if.WhatIf, run: what_if.Run, own_share: float
 ) -> LinkForecast:
     """The run over one kind of link; ``own_share`` is the part of a step that is its own work."""
     batches = int(_digits(report, "accumulate_grad_batches") or 1)
-    reductions = [_reduction(link, ranks, size, batches, side) for side in range(3)]
-    exposed = [each.exposed_s(model.consumer_s * own_share) for each, model in zip(reductions, run.then, strict=True)]
+    own_s = [model.consumer_s * own_share for model in run.then]
+    reduced = [_reduced(link, ranks, size, batches, side, own_s[side]) for side in range(3)]
+    exposed = [exposed_s for exposed_s, _ in reduced]
     low, mid, high = (each / (1 if link.own_cpus else ranks) for each in run.then[1].cpus)
     then = [
         replace(model, consumer_s=model.consumer_s + exposed_s / (1 + sign * STEP_SPREAD), cpus=(low, mid, high))
@@ -158,9 +119,9 @@ def _over(
     paces = run.paces(then)
     low_s, mid_s, high_s = sorted(paces)
     most = 1.0 if change == _AS_IT_IS else math.inf  # a GPU among several is no faster than the one
-    samples = batch_factor(report, change) * run.measured_s
+    samples = what_if.batch_factor(report, change) * run.measured_s
     low, mid, high = (ranks * min(samples / each, most) for each in (high_s, mid_s, low_s))
-    limit: Limit | Literal["reduction"] = limit_of(then[1], run.workers, paces[1])
+    limit: what_if.Limit | Literal["reduction"] = what_if.limit_of(then[1], run.workers, paces[1])
     if limit == "step" and exposed[1] > _COUNTS * run.then[1].consumer_s:
         limit = "reduction"
     return LinkForecast(
@@ -169,17 +130,24 @@ def _over(
         step_s=(low_s, mid_s, high_s),
         speedup=(low, mid, high),
         linear_percent=100 * mid / ranks,
-        slower_below_s=_interval([each.slower_below_s for each in reductions]),
+        slower_below_s=_interval([below_s for _, below_s in reduced]),
         limit=limit,
     )
 
 
-def _reduction(link: Link, ranks: int, size: int, batches: int, side: int) -> _Reduction:
-    """A ring: each GPU sends and receives ``2 (n - 1) / n`` of the bytes. At best the link is at its fastest."""
-    buckets = _buckets(size)
+def _reduced(link: Link, ranks: int, size: int, batches: int, side: int, own_s: float) -> tuple[float, float]:
+    """What a batch with so much own work takes longer, and the own work with which ``own + that`` is ``ranks * own``.
+
+    A ring: each GPU sends and receives ``2 (n - 1) / n`` of the bytes, once in so many batches. At best the link is at
+    its fastest. Beside the last bucket no backward pass runs.
+    """
+    buckets, overhead_s = _buckets(size), _STEP_OVERHEAD_S[side]
     sent = 2 * (ranks - 1) / ranks * size / buckets
-    bucket_s = sent / (link.gb_per_s[2 - side] * 1e9) + link.latency_s[side]
-    return _Reduction(ranks, buckets * bucket_s, bucket_s, _STEP_OVERHEAD_S[side], batches)
+    last_s = sent / (link.gb_per_s[2 - side] * 1e9) + link.latency_s[side]
+    exposed_s = max(last_s, buckets * last_s - _BACKWARD * own_s) / batches + overhead_s
+    unhidden_s = (last_s / batches + overhead_s) / (ranks - 1)
+    hidden_s = (buckets * last_s / batches + overhead_s) / (ranks - 1 + _BACKWARD / batches)
+    return exposed_s, max(unhidden_s, hidden_s)
 
 
 def _buckets(size: int) -> int:
@@ -195,16 +163,16 @@ def _step_on_one_gpu(report: RunRecord) -> float:
     device, ranks = report.environment.get("device", "unknown"), report.environment.get("ranks", "unknown")
     if not device.startswith("cuda") or ranks != "1":
         count = "1 rank" if ranks == "1" else f"{ranks} ranks"
-        raise CannotSayError(f"expected a report of a run on one GPU, got one of {count} on {device}")
+        raise what_if.CannotSayError(f"expected a report of a run on one GPU, got one of {count} on {device}")
     if not report.step_s:
-        raise CannotSayError("expected a report with a step after the warm-up, got one without")
+        raise what_if.CannotSayError("expected a report with a step after the warm-up, got one without")
     return report.step_s
 
 
 def _gradient_bytes(report: RunRecord) -> int:
     known = _digits(report, "gradient_bytes")
     if known is None:
-        raise CannotSayError(
+        raise what_if.CannotSayError(
             "expected a report that says how many bytes of gradients a step has, got one that does not",
             "give --gradient-bytes, in float32 four for each parameter that is trained",
         )

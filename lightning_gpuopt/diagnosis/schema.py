@@ -11,13 +11,11 @@ _Schema = dict[str, Any]
 
 
 def _object(required: Mapping[str, _Schema], optional: Mapping[str, _Schema] | None = None) -> _Schema:
-    """An object with these members and no others."""
     members = {**required, **(optional or {})}
     return {"type": "object", "required": [*required], "additionalProperties": False, "properties": members}
 
 
 def _each(names: str, of: _Schema) -> dict[str, _Schema]:
-    """Members of one kind."""
     return dict.fromkeys(names.split(), of)
 
 

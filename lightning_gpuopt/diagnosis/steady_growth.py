@@ -17,8 +17,6 @@ _OFTEN: Final = 0.3  # share of the readings that must have grown
 
 @dataclass(frozen=True)
 class SteadyGrowth:
-    """A figure that has grown, and still does."""
-
     rate: float  # growth per unit, in the later half
     grown: float  # for good, after the beginning
     evenness: float  # 0-1; 1 where it grows as fast at the end as at the beginning

@@ -10,16 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from lightning_gpuopt.measurements import phases
 from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes, StepLook, SyncSighting
-from lightning_gpuopt.measurements.phases import (
-    BETWEEN_STEPS,
-    FIRST_FETCH,
-    GARBAGE_COLLECTION,
-    RECOMPILATION,
-    SIGNAL_BROADCAST,
-    STEP_HOOKS,
-    PhaseTimes,
-)
 
 # NVML's utilization is a mean over up to a second; over so many seconds it says something of the steps
 ENOUGH_S: Final = 5.0
@@ -54,12 +46,10 @@ class Waterfall:
         return min(max(seconds / self.wall_s, 0.0), 1.0) if self.wall_s > 0 else 0.0
 
     def wait(self, *names: str) -> float:
-        """Seconds waited for these."""
         return sum(self.waits.get(name, 0.0) for name in names)
 
     @property
     def idle_s(self) -> float:
-        """All seconds in which the device waited."""
         return sum(self.waits.values()) + self.inside_s + self.unsure_s
 
     @property
@@ -76,12 +66,12 @@ class Waterfall:
 def in_steps(name: str) -> bool:
     """Whether what the host did belongs to every step: not to validation, checkpoints or the beginning of epochs."""
     if "." in name:
-        return name.rpartition(".")[2] in STEP_HOOKS
-    return name not in (*BETWEEN_STEPS, FIRST_FETCH)
+        return name.rpartition(".")[2] in phases.STEP_HOOKS
+    return name not in (*phases.BETWEEN_STEPS, phases.FIRST_FETCH)
 
 
 def waterfall_of(
-    times: PhaseTimes,
+    times: phases.PhaseTimes,
     gpu: GpuTimes | None = None,
     device: DeviceState | None = None,
     look: StepLook | None = None,
@@ -113,7 +103,7 @@ def waterfall_of(
         diagnosis_s = 0.0
     waits = dict(gpu.idle)
     waits["transfer"] = waits.get("transfer", 0.0) + gpu.copy_s
-    waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(FIRST_FETCH, 0.0)
+    waits["epoch_setup"] = waits.get("epoch_setup", 0.0) + waits.pop(phases.FIRST_FETCH, 0.0)
     wall_s, aside_s = gpu.seconds, _aside_s(gpu)
     inside_s, sync_share = _inside_the_steps(gpu, wall_s, aside_s, device, look)
     longer_s, least_s = _made_longer_by_pauses(gpu), 0.0 if look is not None else _SURE * wall_s
@@ -125,7 +115,7 @@ def waterfall_of(
         unsure_s, inside_s = inside_s, 0.0
     copies_s = _copies_s(gpu, look)
     if sync_share is None:
-        sync_share = 1.0 if syncs is not None and _the_user_waits(syncs) else 0.0
+        sync_share = float(syncs is not None and syncs.steps > 0 and syncs.count >= _SYNCS_A_STEP * syncs.steps)
     return Waterfall(
         on_gpu=True,
         wall_s=wall_s,
@@ -150,10 +140,7 @@ def _aside_s(gpu: GpuTimes) -> float:
 
 
 def _with_waits_seen(gpu: GpuTimes) -> GpuTimes:
-    """With the idle time of hooks that wait for the GPU as seen in their waits.
-
-    Such a hook looks idle from outside; the rest of its time is work that it has queued.
-    """
+    """With the idle time of hooks that wait for the GPU as seen in their waits; the rest is work that they queued."""
     if not gpu.looked_at:
         return gpu
     idle, queued = dict(gpu.idle), dict(gpu.queued)
@@ -175,13 +162,13 @@ def _own_s(waits: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in waits.items() if name.startswith(_OWN))
 
 
-def _process_waits(times: PhaseTimes) -> dict[str, float]:
+def _process_waits(times: phases.PhaseTimes) -> dict[str, float]:
     waits = {name: times.phases[name] for name in ("data_wait", "transfer", "logging", "checkpoint", "epoch_setup")}
     waits["other"] = times.phases["other"] - times.signal_broadcast_s
-    waits[SIGNAL_BROADCAST] = times.signal_broadcast_s
+    waits[phases.SIGNAL_BROADCAST] = times.signal_broadcast_s
     waits["transfer"] -= sum(times.batch_hooks.values())
     waits |= times.callbacks | times.batch_hooks
-    for kind, seconds_by in ((GARBAGE_COLLECTION, times.collecting), (RECOMPILATION, times.compiling)):
+    for kind, seconds_by in ((phases.GARBAGE_COLLECTION, times.collecting), (phases.RECOMPILATION, times.compiling)):
         waits[kind] = sum(seconds_by.values())
         for name, seconds in seconds_by.items():
             if name in waits:
@@ -237,8 +224,7 @@ def _made_longer_by_pauses(gpu: GpuTimes) -> float:
 def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:
     """Idle seconds inside the steps, if the GPU was busy for so many percent of the time.
 
-    What lies between the steps (validation, checkpoints) is taken as idle: the benefit of the doubt. NVML counts no
-    copies; they are a cause of their own.
+    What lies between the steps is taken as idle: the benefit of the doubt. Copies are a cause of their own.
     """
     between_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name)) + gpu.copy_s
     return max(wall_s * (1 - percent / 100) - aside_s - between_s, 0.0)
@@ -277,10 +263,6 @@ def may_idle(gpu: GpuTimes, threshold: float) -> bool:
 def hooks_s(gpu: GpuTimes) -> float:
     """Seconds for which hooks seem to have left the GPU idle."""
     return sum(seconds for name, seconds in gpu.idle.items() if "." in name and not name.startswith(_OWN))
-
-
-def _the_user_waits(syncs: SyncSighting) -> bool:
-    return syncs.steps > 0 and syncs.count >= _SYNCS_A_STEP * syncs.steps
 
 
 def _exposed_by(gpu: GpuTimes) -> str:

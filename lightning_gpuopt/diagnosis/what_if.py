@@ -71,8 +71,7 @@ class Run:
 def what_if(report: RunRecord, change: WhatIf) -> Forecast:
     """Forecast a run with a ``DataLoader``; CannotSayError where the report lacks something.
 
-    With another batch size the step takes between as long as now and longer in proportion; the loader's part is in
-    proportion.
+    With another batch size the loader takes longer in proportion; the step between that and as long as now.
     """
     run, costs = run_of(report, change), report.loader_costs
     assert costs is not None
@@ -127,7 +126,6 @@ def _changed(now: LoaderModel, costs: LoaderCosts, change: WhatIf, factor: float
 
 
 def limit_of(model: LoaderModel, workers: int, step_s: float) -> Limit:
-    """What limits the pace of the steps."""
     workers_used, cpus_used = model.in_use(workers, step_s)
     if step_s <= _OWN_WORK * model.consumer_s:
         return "step"

@@ -89,7 +89,6 @@ def _is_download(call: Call) -> bool:
 
 
 def finding_name(finding: Finding) -> str:
-    """A finding's cause, for a callback with its name."""
     return f"{finding.cause} {finding.evidence.get('callback', '')}".rstrip()
 
 
@@ -112,13 +111,12 @@ def hot_spots_of(finding: Finding, sampled: Sequence[Sampled]) -> HotSpots | Non
 
 def sentence(spots: HotSpots) -> str:
     """The largest places, ``"62 % GaussianBlur.forward (augment.py:48), 21 % Image.open (data.py:31)"``."""
-    return in_shares(
-        [(f"{title(place)} ({short(place.file)}:{place.line})", place.seconds) for place in spots.places], spots.seconds
-    )
+    shares = [(f"{title(place)} ({short(place.file)}:{place.line})", place.seconds) for place in spots.places]
+    return in_shares(shares, spots.seconds)
 
 
-def title(place: CodeLocation) -> str:
-    """A place's function, with the transform around it where its name does not tell."""
+def title(place: CodeLocation | Call) -> str:
+    """The function of a place or a call, with the transform around it where its name does not tell."""
     if not place.transform or place.transform in place.name.split("."):
         return place.name
     return f"{place.transform}: {place.name}"

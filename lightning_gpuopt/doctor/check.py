@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
-__all__ = ["SCHEMA_VERSION", "Check", "Status", "as_data", "by_weight", "not_known", "tally"]
-
 SCHEMA_VERSION: Final = 1
 
 Status = Literal["ok", "note", "problem", "unknown"]
@@ -17,8 +15,6 @@ _WEIGHT: Final[tuple[Status, ...]] = ("problem", "note", "unknown", "ok")
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what was found, and what follows from it."""
-
     name: str  # of what was looked at, such as ``"gpu0.pcie"``
     status: Status  # "note": worth knowing; "problem": it holds a GPU back, or will; "unknown": not found out
     found: str  # in one line
@@ -28,7 +24,6 @@ class Check:
 
 
 def not_known(name: str, reason: str, measured: dict[str, Any] | None = None) -> Check:
-    """A check that could not be made, why, and what is known nevertheless."""
     return Check(name, "unknown", f"not known: {reason.rstrip('.')}", measured or {})
 
 
@@ -38,7 +33,6 @@ def by_weight(checks: Iterable[Check]) -> list[Check]:
 
 
 def tally(checks: Iterable[Check]) -> dict[Status, int]:
-    """How many checks have each status."""
     counts: dict[Status, int] = dict.fromkeys(_WEIGHT, 0)
     for check in checks:
         counts[check.status] += 1
@@ -46,6 +40,5 @@ def tally(checks: Iterable[Check]) -> dict[Status, int]:
 
 
 def as_data(checks: Sequence[Check]) -> dict[str, Any]:
-    """The checks as JSON has them, problems first."""
     listed = [asdict(check) for check in by_weight(checks)]
     return {"schema_version": SCHEMA_VERSION, "problems": tally(checks)["problem"], "checks": listed}

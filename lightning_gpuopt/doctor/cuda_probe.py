@@ -18,6 +18,7 @@ import torch
 
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts
 from lightning_gpuopt.telemetry.health import HealthQuestion
+from lightning_gpuopt.telemetry.visible import bare
 
 _BYTES: Final = 64 << 20
 _COPIES: Final = 5
@@ -32,7 +33,8 @@ def probe(clock: Callable[[], float] = time.perf_counter) -> CudaFacts:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
     if not available:
-        return CudaFacts(refusal=_in_one_line(str(warned[0].message)) if warned else "")
+        refusal = str(warned[0].message).partition("(Triggered internally")[0] if warned else ""
+        return CudaFacts(refusal=" ".join(refusal.split()))
     began_s = clock()
     devices: list[CudaDeviceFacts] = []
     failure = ""
@@ -73,11 +75,6 @@ def copy_rates(device: torch.device, uuid: str, clock: Callable[[], float] = tim
     return CopyRates(pinned_gb_s, pageable_gb_s, generation, lanes)
 
 
-def _in_one_line(warning: str) -> str:
-    """What a warning of torch says, without where in its source it was."""
-    return " ".join(warning.partition("(Triggered internally")[0].split())
-
-
 def _link_while(copy: Callable[[], object], uuid: str) -> tuple[int | None, int | None]:
     """Generation and lanes of the PCIe link while copies run: idle, the link is slower than it can be."""
     question = HealthQuestion(_LINK)
@@ -85,16 +82,14 @@ def _link_while(copy: Callable[[], object], uuid: str) -> tuple[int | None, int 
     until_s = time.monotonic() + _LINK_TIMEOUT_S
     while not question.done and time.monotonic() < until_s:
         copy()
-    bare = uuid.removeprefix("GPU-").lower()
     for gpu in question.answer(timeout_s=0.1).gpus:
-        if gpu.device.uuid.removeprefix("GPU-").lower() == bare:
+        if bare(gpu.device.uuid) == bare(uuid):
             generation, lanes = (gpu.values.get(name) for name in ("pcie_generation", "pcie_lanes"))
             return None if generation is None else int(generation), None if lanes is None else int(lanes)
     return None, None
 
 
 def main() -> None:
-    """Print what :func:`probe` finds."""
     facts: dict[str, Any]
     try:
         facts = asdict(probe())

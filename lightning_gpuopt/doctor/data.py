@@ -24,8 +24,6 @@ from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.shard import blocks_read
 from lightning_gpuopt.storage.writer import LMDBWriter
 
-__all__ = ["data_facts"]
-
 _MIB: Final = 1024 * 1024
 
 _MAX_LISTED: Final = 200_000
@@ -90,9 +88,6 @@ def file_system_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> st
     return kind
 
 
-# ---- what there is ----
-
-
 @dataclass
 class _Listing:
     paths: list[str] = field(default_factory=list)
@@ -147,9 +142,6 @@ def histogram(sizes: Sequence[int]) -> dict[str, int]:
     for size in sizes:
         counts[next((f"{upper}_kib" for upper in _UPPER_KIB if size <= upper * 1024), "more")] += 1
     return counts
-
-
-# ---- a folder ----
 
 
 def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
@@ -280,9 +272,6 @@ def _decode_s(paths: Sequence[str]) -> float | None:
     return costs.pil_decode_s if costs is not None else None
 
 
-# ---- what is one file, or a few ----
-
-
 def _lmdb(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     dataset = LMDBDataset(facts.path, decode="raw")
     files = [each.path for each in _entries(facts.path) if each.is_file()]
@@ -303,22 +292,12 @@ def _file(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     if blocks < _MIN_SAMPLES:
         return replace(facts, failure="less than 1 MiB is too little to measure")
     order = random.Random(1).sample(range(blocks), min(blocks, _MAX_SAMPLES))
-    file = os.open(facts.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return replace(
-            facts,
-            read=_measure(
-                lambda batch: sum(len(os.pread(file, _BLOCK, index * _BLOCK)) for index in batch),
-                order,
-                [facts.path],
-                clock,
-            ),
-        )
-    finally:
-        os.close(file)
+    with open(facts.path, "rb", buffering=0) as file:
 
+        def read(batch: Sequence[int]) -> int:
+            return sum(len(os.pread(file.fileno(), _BLOCK, index * _BLOCK)) for index in batch)
 
-# ---- measuring ----
+        return replace(facts, read=_measure(read, order, [facts.path], clock))
 
 
 def _measure(read: _Read, order: Sequence[int], files: Sequence[str], clock: Callable[[], float]) -> ReadRates:
@@ -330,10 +309,7 @@ def _measure(read: _Read, order: Sequence[int], files: Sequence[str], clock: Cal
     again, _, warm_s = _run(read, order[:done], clock)
     cold = from_disk and cold_s > 0
     return ReadRates(
-        done,
-        done / cold_s if cold else None,
-        again / max(warm_s, 1e-9),
-        cold_bytes / _MIB / cold_s if cold else None,
+        done, done / cold_s if cold else None, again / max(warm_s, 1e-9), cold_bytes / _MIB / cold_s if cold else None
     )
 
 
@@ -356,9 +332,5 @@ def _forget(files: Sequence[str]) -> None:
     if advise is None:
         return
     for path in files:
-        with contextlib.suppress(OSError):
-            file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                advise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            advise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

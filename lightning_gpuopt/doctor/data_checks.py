@@ -8,8 +8,6 @@ from typing import Any, Final
 from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import DataFacts, ReadRates
 
-__all__ = ["data_check", "lmdb_check"]
-
 # files up to this size cost more to find and open than to read
 _SMALL_KIB: Final = ("4_kib", "16_kib", "64_kib", "128_kib")
 # a worker that is faster by this factor from an LMDB, decoding included, makes the conversion worth its while
@@ -17,7 +15,6 @@ _WORTH_IT: Final = 1.5
 
 
 def data_check(data: DataFacts) -> Check:
-    """How fast samples of a dataset are read at random."""
     measured = _measured(data)
     found = _what(data)
     if data.read is None:

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from lightning_gpuopt.doctor import gather
 from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import CopyRates, CudaFacts, TorchFacts
-from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, memory_rates, torch_facts, versions_of
 from lightning_gpuopt.doctor.gpu_checks import copies_check, gpu_checks, torch_check, visible_check
 from lightning_gpuopt.doctor.version_checks import LOOKED_AT, version_checks
 from lightning_gpuopt.telemetry.health import HealthQuestion, NvmlHealth
+from lightning_gpuopt.telemetry.visible import bare
 from lightning_gpuopt.utils.bounded import NoAnswerError, within
-
-__all__ = ["examine"]
 
 _NVML_S: Final = 3.0
 _CUDA_S: Final = 15.0  # a machine of eight GPUs without persistence mode takes 5 s or so to start CUDA
@@ -25,41 +24,38 @@ _PATH_S: Final = 5.0
 _DATA_S: Final = 60.0  # a file system that has not answered by then: half of it is what a slow one needs
 
 
-def examine(data: str | None = None, probe: Sequence[str] | None = None) -> list[Check]:
-    """Look at GPUs, host and versions, and at a dataset where a path is given; OSError where that is no folder or file.
-
-    ``probe`` is the command that asks CUDA; None: ours.
-    """
+def examine(data: str | None = None, probe: Sequence[str] = gather.PROBE) -> list[Check]:
+    """Look at GPUs, host, versions, and a dataset (OSError: no folder or file); ``probe`` is the command for CUDA."""
     silent = ""
     if data is not None:
         try:
             within(_PATH_S, lambda clock: _require(data))
         except NoAnswerError as error:
             silent = str(error)
-    free = free_cpus()  # before we are busy ourselves
+    free = gather.free_cpus()  # before we are busy ourselves
     question = HealthQuestion()
     question.start()
     checks: list[Check] = []
     torch: TorchFacts | None = None
     cuda: CudaFacts | None = None
     try:
-        torch = torch_facts()
+        torch = gather.torch_facts()
     except Exception as error:  # a broken installation fails in ways of its own
         line = (str(error) or repr(error)).splitlines()[0]
         why = "Nothing trains without it."
         checks.append(Check("torch", "problem", f"torch cannot be imported: {line}", {}, why, "reinstall torch"))
     nvml = question.answer(_NVML_S)
     if torch is not None:
-        cuda = _ask_cuda(torch, probe)
+        cuda = None if torch.cuda is None else gather.ask_cuda(_CUDA_S, probe)
         checks.append(torch_check(torch, nvml, cuda))
     checks += _gpus(nvml, cuda)
     if torch is not None:
         gpus = len(nvml.visible or (cuda.devices if cuda is not None else ()))
         from lightning_gpuopt.doctor.host_checks import host_checks  # with torch
 
-        host = host_facts(free)
-        checks += host_checks(replace(host, memory_rates=memory_rates(host)), torch, gpus)
-    checks += version_checks(versions_of(LOOKED_AT), nvml.cuda)
+        host = gather.host_facts(free)
+        checks += host_checks(replace(host, memory_rates=gather.memory_rates(host)), torch, gpus)
+    checks += version_checks(gather.versions_of(LOOKED_AT), nvml.cuda)
     if data is not None and torch is not None:
         checks += [not_known("data", f"{data}: {silent}")] if silent else _of_data(data)
     return checks
@@ -86,20 +82,6 @@ def _of_data(path: str) -> Iterator[Check]:
         yield lmdb
 
 
-def _ask_cuda(torch: TorchFacts, command: Sequence[str] | None) -> CudaFacts | None:
-    """What CUDA says, in a process of its own; None for a build of torch without it."""
-    if torch.cuda is None:
-        return None
-    try:
-        probe = CudaProbe() if command is None else CudaProbe(command)
-    except OSError as error:
-        return CudaFacts(failure=f"no process could be started: {error}")
-    try:
-        return probe.result(_CUDA_S)
-    finally:
-        probe.close()
-
-
 def _gpus(nvml: NvmlHealth, cuda: CudaFacts | None) -> Iterator[Check]:
     seen = visible_check(nvml)
     if seen is not None:
@@ -117,8 +99,5 @@ def _gpus(nvml: NvmlHealth, cuda: CudaFacts | None) -> Iterator[Check]:
 
 
 def _copies_to(uuid: str, cuda: CudaFacts | None) -> CopyRates | None:
-    bare = uuid.removeprefix("GPU-").lower()
-    for device in cuda.devices if cuda is not None else ():
-        if device.uuid.removeprefix("GPU-").lower() == bare:
-            return device.copies
-    return None
+    devices = cuda.devices if cuda is not None else ()
+    return next((device.copies for device in devices if bare(device.uuid) == bare(uuid)), None)

@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = [
-    "CopyRates",
-    "CudaDeviceFacts",
-    "CudaFacts",
-    "DataFacts",
-    "HostFacts",
-    "MemoryRates",
-    "ReadRates",
-    "TorchFacts",
-]
-
 
 @dataclass(frozen=True)
 class TorchFacts:
-    """The torch that is installed."""
-
     version: str  # such as ``"2.6.0+cu124"``
     cuda: tuple[int, int] | None  # that it was built for, (major, minor); None for a build without
     threads: int  # that one operation on the CPU may use
@@ -47,8 +34,6 @@ class MemoryRates:
 
 @dataclass(frozen=True)
 class CudaDeviceFacts:
-    """What CUDA says of one device."""
-
     name: str  # of the model
     uuid: str  # with or without its prefix; empty where torch does not tell
     capability: tuple[int, int]  # (major, minor)
@@ -57,8 +42,6 @@ class CudaDeviceFacts:
 
 @dataclass(frozen=True)
 class CudaFacts:
-    """What torch's CUDA says."""
-
     available: bool = False  # whether torch can use a GPU
     architectures: tuple[str, ...] = ()  # what torch was compiled for: ``"sm_90"``, ``"compute_90"``
     devices: tuple[CudaDeviceFacts, ...] = ()  # by CUDA ordinal
@@ -103,8 +86,6 @@ class ReadRates:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """What a dataset on a disk is like."""
-
     path: str  # as it was given
     kind: str  # ``"folder"``, ``"lmdb"`` (one of this package's) or ``"file"``
     file_system: str = ""  # its type: ``"ext4"``, ``"nfs4"``; empty where not known

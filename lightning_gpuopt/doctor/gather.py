@@ -22,15 +22,13 @@ from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts,
 from lightning_gpuopt.telemetry.host import HostWatch, allowed_cpus, cgroups, quota_cpus, throttling
 from lightning_gpuopt.telemetry.process import entries
 
-__all__ = ["CudaProbe", "free_cpus", "host_facts", "memory_rates", "torch_facts", "versions_of"]
-
 _MIB: Final = 1024 * 1024
 _COPIED: Final = 256 * _MIB  # larger than the caches of a socket, but for a few of the largest
 _COPIES: Final = 3
 _COPIES_S: Final = 0.25  # no further copy is made after so long
 _MEMORY_LEFT_MIB: Final = 2048.0  # with less memory available nothing is copied
 _IDLE_OVER_S: Final = 0.5
-_PROBE: Final = (sys.executable, "-m", "lightning_gpuopt.doctor.cuda_probe")
+PROBE: Final = (sys.executable, "-m", "lightning_gpuopt.doctor.cuda_probe")  # the command that asks CUDA
 
 
 def free_cpus(
@@ -121,7 +119,6 @@ def torch_facts() -> TorchFacts:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those distributions that are installed."""
     found: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -129,37 +126,29 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
-class CudaProbe:
-    """Asks CUDA in a process of its own, which may hang or die; its command prints the facts as a line of JSON."""
-
-    def __init__(self, command: Sequence[str] = _PROBE) -> None:
-        self._process = subprocess.Popen(
+def ask_cuda(timeout_s: float, command: Sequence[str] = PROBE) -> CudaFacts:
+    """What CUDA says in a process of its own, which may hang or die; it prints the facts as a line of JSON."""
+    try:
+        process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
-
-    def result(self, timeout_s: float) -> CudaFacts:
-        """What it found; after so many seconds it is ended."""
-        try:
-            printed, _ = self._process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            return CudaFacts(failure=f"CUDA has not answered within {timeout_s:g} s")
-        finally:
-            self.close()
-        if self._process.returncode:
-            return CudaFacts(failure=f"the process that asks CUDA ended with code {self._process.returncode}")
-        try:
-            return _cuda_facts(json.loads(printed.splitlines()[-1]))
-        except (ValueError, IndexError, KeyError, TypeError) as error:
-            return CudaFacts(failure=f"the process that asks CUDA printed something else ({error!r})")
-
-    def close(self) -> None:
-        """End it, if it has not ended; one that the kernel does not let go is left."""
-        if self._process.poll() is None:
-            self._process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+    except OSError as error:
+        return CudaFacts(failure=f"no process could be started: {error}")
+    try:
+        printed, _ = process.communicate(timeout=timeout_s)
+        if process.returncode:
+            return CudaFacts(failure=f"the process that asks CUDA ended with code {process.returncode}")
+        return _cuda_facts(json.loads(printed.splitlines()[-1]))
+    except subprocess.TimeoutExpired:
+        return CudaFacts(failure=f"CUDA has not answered within {timeout_s:g} s")
+    except (ValueError, IndexError, KeyError, TypeError) as error:
+        return CudaFacts(failure=f"the process that asks CUDA printed something else ({error!r})")
+    finally:
+        process.kill()  # nothing, where it has ended
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go is left
+            process.wait(1.0)
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 def _cuda_facts(data: dict[str, Any]) -> CudaFacts:

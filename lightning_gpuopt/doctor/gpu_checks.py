@@ -9,8 +9,6 @@ from lightning_gpuopt.doctor.check import Check, Status, not_known
 from lightning_gpuopt.doctor.facts import CopyRates, CudaFacts, TorchFacts
 from lightning_gpuopt.telemetry.health import GpuHealth, NvmlHealth
 
-__all__ = ["copies_check", "count_of_gpus", "gpu_checks", "link_gb_s", "torch_check", "visible_check"]
-
 # what a lane of each generation of PCIe carries in one direction, after its line code (GB/s; PCI-SIG)
 _LANE_GB_S: Final = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 # pinned copies that reach less than this share of their link are worth a look; 80 to 90 % is usual
@@ -97,10 +95,7 @@ def visible_check(nvml: NvmlHealth) -> Check | None:
 
 
 def gpu_checks(gpu: GpuHealth, *, has_instances: bool = False, copies: CopyRates | None = None) -> Iterator[Check]:
-    """What one GPU's settings and state say; ``has_instances``: NVML lists MIG instances of it.
-
-    ``copies`` has its PCIe link while they ran, too; None where they were not measured.
-    """
+    """What one GPU's settings and state say; ``has_instances``: MIG ones; ``copies`` has its link under load, too."""
     name, index, values = f"gpu{gpu.device.index}", int(gpu.device.index), gpu.values
     makers = (
         _link(values, copies),
@@ -222,8 +217,7 @@ def _clocks(values: Mapping[str, float], index: int) -> Check | None:
 def _persistence(values: Mapping[str, float], index: int) -> Check | None:
     if "persistence" not in values:
         return None
-    on = bool(values["persistence"])
-    if on:
+    if values["persistence"]:
         return Check("persistence", "ok", "persistence mode is on", {"persistence": True})
     why = "When nobody uses the GPU the driver unloads: each program's start takes a second or more longer."
     fix = f"sudo nvidia-smi -i {index} -pm 1, or run nvidia-persistenced"
@@ -242,9 +236,8 @@ def _errors(values: Mapping[str, float], index: int) -> Check | None:
     if count:
         why = "Memory of the GPU is failing: results may be wrong, and programs end with CUDA errors."
         fix = f"reset or reboot; see nvidia-smi -i {index} -q -d ECC,ROW_REMAPPER; if it comes back, replace the card"
-        return Check(
-            "ecc", "problem", f"{count} uncorrected memory errors since the driver started", measured, why, fix
-        )
+        found = f"{count} uncorrected memory errors since the driver started"
+        return Check("ecc", "problem", found, measured, why, fix)
     state = {True: "ECC is on", False: "ECC is off", None: "ECC"}[measured.get("ecc")]
     return Check("ecc", "ok", f"{state}, no uncorrected memory errors", measured)
 
@@ -276,7 +269,6 @@ def _others(values: Mapping[str, float], index: int) -> Check | None:
 
 
 def count_of_gpus(count: int) -> str:
-    """Such as ``"2 GPUs"``."""
     return f"{count} GPU" if count == 1 else f"{count} GPUs"
 
 

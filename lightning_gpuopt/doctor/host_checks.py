@@ -12,8 +12,6 @@ from lightning_gpuopt.doctor.gpu_checks import count_of_gpus
 from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.tuning.caps import files_wanted
 
-__all__ = ["host_checks"]
-
 _CPUS_A_GPU: Final = 2.0  # one for the training process and one for a worker, at least
 _BUSY_SHARE: Final = 0.5  # where less than this share of the CPUs is idle, others use them
 _THROTTLED_PERCENT: Final = 5.0
@@ -26,12 +24,11 @@ _MIN_MEMORY_MIB: Final = 2048
 _TENSORS: Final = 8
 
 
-def host_checks(host: HostFacts, torch: TorchFacts | None, gpus: int) -> Iterator[Check]:
+def host_checks(host: HostFacts, torch: TorchFacts, gpus: int) -> Iterator[Check]:
     """What the host leaves to training on so many visible GPUs: each rank has its own workers."""
     yield _cpus(host, gpus)
     yield _free(host)
-    if torch is not None:
-        yield _threads(host, torch)
+    yield _threads(host, torch)
     yield _shared_memory(host)
     yield _files(host, torch)
     yield _memory(host)
@@ -57,9 +54,8 @@ def _cpus(host: HostFacts, gpus: int) -> Check:
     if (host.throttled_percent or 0.0) >= _THROTTLED_PERCENT:
         why = "The cgroup's quota stops its processes: workers and the training process stand still meanwhile."
         found = f"{found}; the quota has stopped them in {host.throttled_percent:.0f} % of its periods"
-        return Check(
-            "cpus", "problem", found, measured, why, "raise the quota (--cpus, limits.cpu), or start fewer workers"
-        )
+        fix = "raise the quota (--cpus, limits.cpu), or start fewer workers"
+        return Check("cpus", "problem", found, measured, why, fix)
     if host.quota_cpus is not None and host.quota_cpus < host.affinity_cpus:
         why = f"os.cpu_count() says {host.machine_cpus}: numbers of workers and threads made from it are too large."
         fix = f"num_workers and OMP_NUM_THREADS by {_count(usable)} CPUs: lightning-gpuopt find-workers measures it"
@@ -75,9 +71,8 @@ def _free(host: HostFacts) -> Check:
     found = f"{free:.1f} of {_count(usable)} CPUs are idle"
     if free < _BUSY_SHARE * usable:
         why = "Other programs use them: workers wait for a CPU, and what is measured here now is too slow."
-        return Check(
-            "free_cpus", "note", found, measured, why, "see who it is with top; measure again when they are idle"
-        )
+        fix = "see who it is with top; measure again when they are idle"
+        return Check("free_cpus", "note", found, measured, why, fix)
     return Check("free_cpus", "ok", found, measured)
 
 
@@ -93,9 +88,8 @@ def _threads(host: HostFacts, torch: TorchFacts) -> Check:
         found += f", OMP_NUM_THREADS is {asked}"
     if max(torch.threads, asked) > usable:
         why = "More threads than CPUs wait for one another; libraries in workers (OpenCV, NumPy) start as many in each."
-        return Check(
-            "threads", "problem", found, measured, why, f"export OMP_NUM_THREADS={usable} MKL_NUM_THREADS={usable}"
-        )
+        fix = f"export OMP_NUM_THREADS={usable} MKL_NUM_THREADS={usable}"
+        return Check("threads", "problem", found, measured, why, fix)
     return Check("threads", "ok", found, measured)
 
 
@@ -114,20 +108,18 @@ def _shared_memory(host: HostFacts) -> Check:
     return Check("shared_memory", "ok", found, measured)
 
 
-def _files(host: HostFacts, torch: TorchFacts | None) -> Check:
+def _files(host: HostFacts, torch: TorchFacts) -> Check:
     workers = most_workers(host.usable_cpus)
-    sharing = torch.sharing if torch is not None else "file_descriptor"
-    wanted = files_wanted(workers, 2, _TENSORS if sharing == "file_descriptor" else 0)
-    measured: dict[str, Any] = {"sharing_strategy": sharing, "workers": workers, "files_wanted": wanted}
+    wanted = files_wanted(workers, 2, _TENSORS if torch.sharing == "file_descriptor" else 0)
+    measured: dict[str, Any] = {"sharing_strategy": torch.sharing, "workers": workers, "files_wanted": wanted}
     if host.files_limit is None:
         return Check("open_files", "ok", "no limit of open files", measured)
     measured["files_limit"] = host.files_limit
     found = f"{host.files_limit} open files are allowed, {workers} workers take about {wanted}"
     if host.files_limit - (host.files_open or 0) < wanted:
-        why = f"With torch's sharing strategy {sharing} each tensor of a batch on its way is an open file."
-        return Check(
-            "open_files", "problem", found, measured, why, "ulimit -n 65536 (limits.conf, or docker --ulimit nofile)"
-        )
+        why = f"With torch's sharing strategy {torch.sharing} each tensor of a batch on its way is an open file."
+        fix = "ulimit -n 65536 (limits.conf, or docker --ulimit nofile)"
+        return Check("open_files", "problem", found, measured, why, fix)
     return Check("open_files", "ok", found, measured)
 
 

@@ -10,8 +10,6 @@ from rich.text import Text
 from lightning_gpuopt.diagnosis.render.text import new_console, text_of
 from lightning_gpuopt.doctor.check import Check, Status, by_weight, tally
 
-__all__ = ["render_checks"]
-
 _HEADING: Final[dict[Status, str]] = {"problem": "PROBLEM", "note": "note", "unknown": "?", "ok": "ok"}
 _MIN_WIDTH: Final = 20
 _COLUMN: Final = max(map(len, _HEADING.values())) + 1

@@ -8,8 +8,6 @@ from typing import Final
 
 from lightning_gpuopt.doctor.check import Check
 
-__all__ = ["LOOKED_AT", "version_checks"]
-
 _COMPROMISED: Final = ("2.6.2", "2.6.3")  # of lightning: uploads that were not its makers', GHSA-w37p-236h-pfx3
 _MIN_CUDA_OF_DALI: Final = 12  # major version of CUDA of the oldest DALI that the extras install
 _DALI: Final = re.compile(r"nvidia-dali-cuda(\d+)0")
@@ -60,9 +58,8 @@ def _nvml(versions: Mapping[str, str]) -> Check:
     if int(re.match(r"\d*", old)[0] or 0) < 12:  # type: ignore[index]
         why = "The distribution pynvml is deprecated, and before 12 it has a module of the same name as nvidia-ml-py's."
         return Check("nvml_binding", "problem", found, measured, why, fix)
-    return Check(
-        "nvml_binding", "note", found, measured, "The distribution pynvml is deprecated; torch warns of it.", fix
-    )
+    why = "The distribution pynvml is deprecated; torch warns of it."
+    return Check("nvml_binding", "note", found, measured, why, fix)
 
 
 def _dali(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> Check | None:

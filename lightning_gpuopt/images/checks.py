@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import warnings
-from typing import Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
 
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
@@ -43,7 +45,7 @@ def check_image(data: bytes) -> None:
     size = jpeg.sure_size(data) if data[:3] == jpeg.MAGIC and data[-2:] == _END_OF_IMAGE else None
     if size is not None and within_limit(*size):
         return
-    with PILErrors(data):
+    with pil_errors(data):
         if data.startswith(_PNG):
             with Image.open(io.BytesIO(data)) as image:
                 image.verify()
@@ -61,7 +63,7 @@ def decode_in_full(data: bytes) -> None:
             pass  # PIL decides, as it does where images are read
         else:
             return
-    with PILErrors(data), Image.open(io.BytesIO(data)) as image:
+    with pil_errors(data), Image.open(io.BytesIO(data)) as image:
         image.load()
 
 
@@ -76,7 +78,7 @@ def shrink_image(data: bytes, size: int, quality: int) -> bytes:
 
     Bilinear with antialiasing, the longer side floored (as torchvision does). BadImage where it cannot be decoded.
     """
-    with PILErrors(data), Image.open(io.BytesIO(data)) as opened:
+    with pil_errors(data), Image.open(io.BytesIO(data)) as opened:
         if min(opened.size) <= size:
             opened.load()
             return data
@@ -101,27 +103,22 @@ def shrunk_size(full: tuple[int, int], size: int) -> tuple[int, int]:
     return (size, longer) if full[0] <= full[1] else (longer, size)
 
 
-class PILErrors:
+@contextmanager
+def pil_errors(data: bytes | None) -> Iterator[None]:
     """Turns PIL's many errors into `BadImage`, and keeps its warnings to itself.
 
     With `data`, the whole file in memory, nothing else can be at fault; with None, errors of whatever it is read from
     come through.
     """
-
-    def __init__(self, data: bytes | None) -> None:
-        self._data = data
-        self._warnings = warnings.catch_warnings()
-
-    def __enter__(self) -> None:
-        self._warnings.__enter__()
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        self._warnings.__exit__(kind, error, trace)
-        if error is None or not isinstance(error, Exception) or isinstance(error, (BadImage, MemoryError)):
-            return
-        if self._data is None and not is_bad_image(error):
-            return
-        if isinstance(error, UnidentifiedImageError) and self._data is not None:
-            raise BadImage(f"not an image file (it begins with {self._data[:12]!r})") from None
-        raise BadImage(reason_of(error)) from None
+        try:
+            yield
+        except (BadImage, MemoryError):
+            raise
+        except Exception as error:
+            if data is None and not is_bad_image(error):
+                raise
+            if isinstance(error, UnidentifiedImageError) and data is not None:
+                raise BadImage(f"not an image file (it begins with {data[:12]!r})") from None
+            raise BadImage(reason_of(error)) from None

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lightning_gpuopt.images.checks import PILErrors, shrink_image
+from lightning_gpuopt.images.checks import pil_errors, shrink_image
 from lightning_gpuopt.images.crop import RandomCrops, draw_area
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class _Image:
         if data is None:
             raise LookupError("the sample has no image file")
         self.data: bytes = data
-        with PILErrors(data):
+        with pil_errors(data):
             with Image.open(io.BytesIO(data)) as header:
                 self.width, self.height = header.size
             if self.height * self.width > _MAX_PIXELS:
@@ -123,15 +123,12 @@ class _Image:
             self._timed("float", lambda: _to_float(crop))
 
     def fast(self) -> None:
-        """Decode it with the fast decoder."""
         self._timed("fast", lambda: _decode_fast(self.data, self._crop_size, self._key))
 
     def shrink(self) -> None:
-        """Make it smaller."""
         self._small = shrink_image(self.data, resize_for(self._crop_size), _QUALITY)
 
     def small(self) -> None:
-        """Decode the smaller one with the fast decoder."""
         self._timed("small", lambda: _decode_fast(self._small, self._crop_size, self._key))
 
     def _timed(self, name: str, function: Callable[[], T]) -> T:

@@ -13,23 +13,13 @@ from typing import Any, Final, Literal, NamedTuple
 import numpy as np
 import torch
 
-from lightning_gpuopt.images.decode import (
-    Pixels,
-    as_tensor,
-    channels_first,
-    decode,
-    decode_pil,
-    exact_pixels,
-    exact_tensor,
-    jpeg_size,
-)
+from lightning_gpuopt.images import decode
 
 Interpolation = Literal["bilinear", "bicubic", "nearest"]
 
 SCALE: Final = (0.08, 1.0)
 RATIO: Final = (3 / 4, 4 / 3)
 _ATTEMPTS: Final = 10
-_SWAPPED: Final = 5  # EXIF orientations from here on swap height and width
 
 
 class Area(NamedTuple):
@@ -132,14 +122,14 @@ class RandomCrops:
     def __call__(self, data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
         """Decode an image file; as `decode_tensor`."""
         if mode is not None:
-            pixels = exact_pixels(data, mode)
+            pixels = decode.exact_pixels(data, mode)
             return _nearest(pixels, self._area(*pixels.shape[:2]), self.size)
-        header = jpeg_size(data)
+        header = decode.jpeg_size(data)
         if header is None:  # its header may not tell the size that it is shown in, and it is decoded in full anyway
-            pixels = np.asarray(decode_pil(data))
+            pixels = np.asarray(decode.decode_pil(data))
             return cut(pixels, self._area(*pixels.shape[:2]), self.size, self.interpolation)
         height, width, orientation = header
-        if orientation >= _SWAPPED:
+        if decode.is_swapped(orientation):
             height, width = width, height
         return crop(data, self._area(height, width), orientation, self.size, self.interpolation)
 
@@ -168,15 +158,14 @@ class CenterCrops:
         """Nothing: all samples are cropped alike."""
 
     def __call__(self, data: bytes | memoryview, mode: str | None = None) -> torch.Tensor:
-        """Decode an image file; as `decode_tensor`."""
         # In full: evaluation should not depend on how an image was made smaller as it was decoded.
-        pixels = decode(data, 0, 0) if mode is None else exact_pixels(data, mode)
+        pixels = decode.decode(data, 0, 0) if mode is None else decode.exact_pixels(data, mode)
         height, width = pixels.shape[:2]
         size = self.size
         high, wide, top, left = resized_center(height, width, self.resize, size)
         if mode is not None:
             rows = _centers(top, size, height / high, height)
-            return exact_tensor(pixels[np.ix_(rows, _centers(left, size, width / wide, width))])
+            return decode.exact_tensor(pixels[np.ix_(rows, _centers(left, size, width / wide, width))])
         return _resize(pixels, high, wide, self.interpolation)[:, top : top + size, left : left + size]
 
 
@@ -194,18 +183,18 @@ def crop(
 ) -> torch.Tensor:
     """Decode an area of an upright JPEG file and resize it: uint8 ``[3, size, size]``. OSError as of `decode_pil`."""
     upright = area.of_height, area.of_width
-    height, width = upright[::-1] if orientation >= _SWAPPED else upright  # as stored
+    height, width = upright[::-1] if decode.is_swapped(orientation) else upright  # as stored
     # libjpeg-turbo halves and quarters as it decodes; other factors are slower than decoding in full.
     least = max(size / area.height, size / area.width)
     last_row = area.top + area.height if orientation == 1 else height
-    pixels = decode(data, math.ceil(height * least), math.ceil(width * least), orientation, last_row)
+    pixels = decode.decode(data, math.ceil(height * least), math.ceil(width * least), orientation, last_row)
     down_x = pixels.shape[1] / upright[1]
     down_y = down_x if orientation == 1 else pixels.shape[0] / upright[0]  # there may be fewer rows than in the image
     return cut(pixels, area, size, interpolation, down_y, down_x)
 
 
 def cut(
-    pixels: Pixels, area: Area, size: int, interpolation: Interpolation, down_y: float = 1.0, down_x: float = 1.0
+    pixels: decode.Pixels, area: Area, size: int, interpolation: Interpolation, down_y: float = 1.0, down_x: float = 1.0
 ) -> torch.Tensor:
     """An area of `pixels` (uint8 ``[H, W, 3]``; rows below the area may be missing), resized to ``[3, size, size]``.
 
@@ -227,26 +216,26 @@ def _mirrored(images: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(mirrored).permute(2, 0, 1)
 
 
-def _resize(pixels: Pixels, high: int, wide: int, interpolation: Interpolation) -> torch.Tensor:
+def _resize(pixels: decode.Pixels, high: int, wide: int, interpolation: Interpolation) -> torch.Tensor:
     height, width = pixels.shape[:2]
     if (height, width) == (high, wide):
-        return channels_first(pixels)
+        return decode.channels_first(pixels)
     if interpolation == "nearest":
         rows, columns = _centers(0, high, height / high, height), _centers(0, wide, width / wide, width)
-        return channels_first(pixels[np.ix_(rows, columns)])
+        return decode.channels_first(pixels[np.ix_(rows, columns)])
     # torch resizes uint8 with vector instructions and fixed-point weights, as Pillow-SIMD does; by far the quickest in
     # channels-last memory that says so in every stride.
-    batch = as_tensor(pixels).view(1, *pixels.shape).permute(0, 3, 1, 2)
+    batch = decode.as_tensor(pixels).view(1, *pixels.shape).permute(0, 3, 1, 2)
     return torch.nn.functional.interpolate(
         batch, size=(high, wide), mode=interpolation, antialias=True, align_corners=False
     )[0]
 
 
-def _nearest(pixels: Pixels, area: Area, size: int) -> torch.Tensor:
+def _nearest(pixels: decode.Pixels, area: Area, size: int) -> torch.Tensor:
     """An area of an image whose values count, each pixel one of its own: ``[C, size, size]``."""
     rows = area.top + _centers(0, size, area.height / size, area.height)
     columns = area.left + _centers(0, size, area.width / size, area.width)
-    return exact_tensor(pixels[np.ix_(rows, columns[::-1] if area.mirrored else columns)])
+    return decode.exact_tensor(pixels[np.ix_(rows, columns[::-1] if area.mirrored else columns)])
 
 
 def _centers(first: int, count: int, step: float, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:

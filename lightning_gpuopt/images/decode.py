@@ -138,7 +138,6 @@ def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
 
 
 def _orientation(data: bytes | memoryview) -> int:
-    """The orientation of a JPEG file as PIL has it."""
     orientation = jpeg.orientation_of(data)
     return rgb.orientation_of(_opened(data)) if orientation is None else orientation
 
@@ -147,10 +146,7 @@ _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
 
 
 def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
-    """The image file, with an EXIF orientation of 1, that shows an opened and not yet decoded image as it is stored.
-
-    None where no file is known that gives these pixels.
-    """
+    """The image file, with an EXIF orientation of 1, of an opened and not yet decoded image; None: unknown pixels."""
     if getattr(image, "decoderconfig", ()):  # a draft, which is smaller
         return None
     if image.mode != "RGB":  # read in its mode, and never turned

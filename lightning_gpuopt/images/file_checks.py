@@ -18,12 +18,7 @@ _AT_A_TIME: Final = 4096
 
 
 def bad_images(
-    read: Callable[[int], bytes],
-    count: int,
-    key: str,
-    *,
-    trust: bool = False,
-    progress: bool = False,
+    read: Callable[[int], bytes], count: int, key: str, *, trust: bool = False, progress: bool = False
 ) -> dict[int, str]:
     """The reason, by number and in order, of files that are no images, or broken off.
 

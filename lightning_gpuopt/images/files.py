@@ -53,7 +53,6 @@ class Strings:
         self._ends: array[int] = array("Q") if ends is None else ends
 
     def append(self, text: str) -> None:
-        """Add a string."""
         self._blob += os.fsencode(text)
         self._ends.append(len(self._blob))
 
@@ -69,7 +68,6 @@ class Strings:
         return bytes(self._blob), self._ends.tobytes()
 
     def digest(self) -> str:
-        """A hash of all strings."""
         state = xxhash.xxh3_64()
         for part in self.parts():
             state.update(part)
@@ -98,35 +96,33 @@ class ImageFiles:
         return os.path.join(self.folders[self._folder_of[index]], self._names[index])
 
     def label(self, index: int) -> int:
-        """A file's class."""
         return self._labels[self._folder_of[index]]
 
     def labels(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The classes of all files, int64."""
         of_folder = np.frombuffer(self._labels, np.uint32)
         return of_folder[np.frombuffer(self._folder_of, np.uint32)].astype(np.int64)
 
     def empty_classes(self) -> list[str]:
-        """Names of the classes that have no image."""
         return [name for label, name in enumerate(self.classes or ()) if label not in set(self._labels)]
 
     def read(self, index: int) -> bytes:
-        """A file's content."""
         return read_file(os.path.join(self.path, self.name(index)))
 
     @property
     def num_bytes(self) -> int:
-        """About how many bytes all files have: from the sizes of some of them, the same ones each time."""
-        looked_at = range(0, len(self), max(1, len(self) // _SIZES))
-        sampled = sum(_size(os.path.join(self.path, self.name(index))) for index in looked_at)
-        return sampled * len(self) // len(looked_at)
+        return about_bytes(len(self), lambda index: os.path.join(self.path, self.name(index)))
 
     def digest(self) -> str:
-        """A hash of the names of all files."""
         folders = Strings()
         for folder in self.folders:
             folders.append(folder)
         return self._names.digest() + folders.digest()
+
+
+def about_bytes(count: int, path_of: Callable[[int], str]) -> int:
+    """About how many bytes so many files have: from the sizes of some of them, the same ones each time."""
+    looked_at = range(0, count, max(1, count // _SIZES))
+    return sum(_size(path_of(index)) for index in looked_at) * count // len(looked_at)
 
 
 def read_file(path: str) -> bytes:
@@ -233,15 +229,11 @@ def _warn_of_others(found: ImageFiles) -> None:
         )
 
 
-# --- listing -----------------------------------------------------------------------------------------------------
-
 _Identity: TypeAlias = tuple[int, int]  # of a folder, however it is reached: device and inode
 
 
 @dataclass
 class _Folder:
-    """What lies in a folder itself."""
-
     path: str
     changed: int  # its time of change in ns
     identity: _Identity  # the same by whatever path
@@ -335,9 +327,6 @@ def _walk(top: str, count: Callable[[int], None], entered: Container[_Identity] 
         found.images.sort()
         count(len(found.images))
         yield found
-
-
-# --- the list that is kept ---------------------------------------------------------------------------------------
 
 
 def _parse(data: bytes, folder: str) -> ImageFiles | None:

@@ -68,8 +68,7 @@ def orientation_of(data: bytes | memoryview) -> int | None:
 def plain_size(data: bytes | memoryview) -> tuple[int, int] | None:
     """Height and width, as stored, of a JPEG file that all decoders take; None for all else.
 
-    They take baseline and progressive frames of 8 bits, grey or in three colours, in files that have none but common
-    segments.
+    That is baseline or progressive, of 8 bits, grey or in three colours, with none but common segments.
     """
     frame = None
     for marker, at, length in _segments(data):

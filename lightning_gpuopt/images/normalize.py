@@ -13,7 +13,6 @@ from lightning_gpuopt.utils.arguments import real_number, refuse
 
 Path: TypeAlias = tuple[int | str, ...]  # where something lies in a batch: indices and keys from the outside in
 
-
 IMAGENET_MEAN: Final = (0.485, 0.456, 0.406)
 IMAGENET_STD: Final = (0.229, 0.224, 0.225)
 

@@ -49,7 +49,6 @@ def _grey_bits(image: Image.Image) -> int | None:
 
 
 def is_turned(image: Image.Image) -> bool:
-    """Whether its metadata turn an image."""
     return orientation_of(image) != 1
 
 

@@ -110,7 +110,6 @@ def _stacked(tensors: list[Any]) -> torch.Tensor:
 # elements from which on torch copies in several threads (its ``at::internal::GRAIN_SIZE``)
 _PARALLEL_FROM: Final = 1 << 15
 
-
 # by their bytes, dtypes that numpy knows: it does not know all of torch's
 WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 

@@ -185,13 +185,11 @@ def read_ahead(dataset: Any, indices: Sequence[int]) -> None:
 
 
 def sample_name(dataset: Any, index: int) -> str:
-    """What users call a sample."""
     owner, at = locate(dataset, index)
     return str(owner.sample_name(at)) if offers(owner, "sample_name") else f"{type(owner).__name__}[{at}]"
 
 
 def leaves(dataset: Any) -> Iterator[Any]:
-    """The datasets under a nest."""
     if isinstance(dataset, Subset):
         yield from leaves(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):

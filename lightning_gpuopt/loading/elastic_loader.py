@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.compat.dataloader import pin_batch
 from lightning_gpuopt.compat.lightning import rank_zero_info
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
 from lightning_gpuopt.loading.engine.engine import CannotServe
@@ -20,11 +21,7 @@ from lightning_gpuopt.loading.engine.shared_blocks import can_share
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
 
-if TYPE_CHECKING:
-    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
-
 log = logging.getLogger(__name__)
-
 
 GATHER_BYTES: Final = 1 << 20
 """Up to this size a batch is gathered in the training process (0.2 ms): in less time than another could say it is
@@ -32,10 +29,7 @@ done."""
 
 
 class ElasticLoader(ResumableLoader, DataLoader[Any]):
-    """A DataLoader that shows its `ElasticSampler` as its sampler.
-
-    With a `batch_sampler`, torch's own puts a meaningless sequential sampler there, which Lightning would replace.
-    """
+    """A DataLoader that shows its `ElasticSampler`, and no sequential one, which Lightning would replace."""
 
     draws_random_state = True  # the training process's random state may change when it takes a batch
     iterates_as_torch = True
@@ -53,7 +47,6 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
 
     @property
     def sampler(self) -> Any:
-        """The batch sampler's sampler."""
         return getattr(self.batch_sampler, "sampler", self.batch_sampler)
 
     @sampler.setter
@@ -123,7 +116,6 @@ class _Fetcher:
         self.collate_fn = collate_fn
 
     def fetch(self, indices: list[int]) -> Any:
-        """A batch."""
         return self.collate_fn(self.dataset.__getitems__(indices))
 
 
@@ -185,7 +177,6 @@ def make_loader(
     else:
         source = dataset  # it may have a way of its own to give a batch's samples
         collate_fn = collate_fn or Collate("contiguous")
-    gathers = collate_fn is as_it_is
     workers = workers_if_needed if num_workers is None else num_workers
     loader = ElasticLoader(
         source,
@@ -197,5 +188,5 @@ def make_loader(
         prefetch_factor=prefetch_factor if workers else None,
     )
     loader.cpus = workers if num_workers is None else 0
-    loader.draws_random_state = not gathers
+    loader.draws_random_state = collate_fn is not as_it_is
     return loader

@@ -17,11 +17,7 @@ from lightning_gpuopt.loading.labels import Labels
 from lightning_gpuopt.loading.transforms import Transform, name_sample, transformed
 from lightning_gpuopt.utils.arguments import choice
 
-_DECODERS: Final[dict[str, Decoder]] = {
-    "pil": decode_pil,
-    "tensor": decode_tensor,
-    "raw": bytes,
-}
+_DECODERS: Final[dict[str, Decoder]] = {"pil": decode_pil, "tensor": decode_tensor, "raw": bytes}
 
 
 class ImageFolder(Dataset[Any]):
@@ -94,7 +90,6 @@ class ImageFolder(Dataset[Any]):
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """The label of each class."""
         return {name: label for label, name in enumerate(self.files.classes or ())}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,21 +103,17 @@ class ImageFolder(Dataset[Any]):
         return Labels(self.files.labels())
 
     def with_decoder(self, decoder: Decoder) -> ImageFolder:
-        """A copy whose images go through `decoder`."""
         copied: ImageFolder = duplicate(self)
         copied._decoder = decoder
         return copied
 
     def for_loader(self) -> ImageFolder:
-        """Itself: there is nothing to set for a loader."""
         return self
 
     def sample_name(self, index: int) -> str:
-        """The file's path."""
         return os.path.join(self.path, self.files.name(index))
 
     def image_file(self, index: int) -> bytes:
-        """The content of a sample's image file."""
         return self.files.read(index)
 
     encoded_image = image_file  # for a decoder outside Python

@@ -107,7 +107,6 @@ class Order:
 
     @property
     def weighted(self) -> bool:
-        """Whether samples are drawn by weight."""
         return self._cumulated is not None
 
     def at(self, epoch: int, positions: Indices) -> Indices:

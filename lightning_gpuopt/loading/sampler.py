@@ -31,7 +31,6 @@ def step_size(left: int, world_size: int, batch_size: int, drop_last: bool, larg
 
 
 def num_steps(left: int, world_size: int, batch_size: int, drop_last: bool, larger_last: bool = False) -> int:
-    """How many steps what is left makes."""
     full = world_size * batch_size
     if drop_last or (larger_last and batch_size == 1 and left >= full):
         return left // full
@@ -91,7 +90,6 @@ class ElasticSampler(DistributedSampler[int]):
         self._has_begun = False  # whether an iteration of the epoch has begun
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration gives."""
         # Lightning counts an epoch that max_steps cut short as done, and yet goes on in it after a resume.
         self.epoch = epoch if self.epoch_now is None else self.epoch_now()
         self._is_set = True
@@ -221,10 +219,7 @@ class ElasticSampler(DistributedSampler[int]):
 
 
 class ElasticBatchSampler(BatchSampler):
-    """Batches of an `ElasticSampler`; of another sampler, as torch's BatchSampler makes them.
-
-    Lightning puts a plain sequential sampler in for ``overfit_batches``.
-    """
+    """Batches of an `ElasticSampler`; else (Lightning's ``overfit_batches``) as torch's BatchSampler makes them."""
 
     announce: Callable[[Sequence[int]], None] | None = None  # gets a batch's indices, `ahead` batches early
     ahead = 2

@@ -10,29 +10,19 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.loaders.sample_keys import each_of
-from lightning_gpuopt.loading.datasets import (
-    for_loader,
-    locate,
-    offers,
-    read_ahead,
-    runs_our_code_only,
-    sample_name,
-    with_decoder,
-)
+from lightning_gpuopt.loading import datasets
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.prefetch.randomness import RandomStates
-
-if TYPE_CHECKING:
-    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 
 class EpochSamples(Dataset[Any]):
@@ -53,14 +43,14 @@ class EpochSamples(Dataset[Any]):
         seed: int = 0,
         skipped: SkippedSamples | None = None,
     ) -> None:
-        own = for_loader(dataset) if crops is None else with_decoder(dataset, crops)
+        own = datasets.for_loader(dataset) if crops is None else datasets.with_decoder(dataset, crops)
         if own is None and crops is not None:
             raise TypeError(f"a {type(dataset).__name__} has no method with_decoder")
         self.dataset = dataset if own is None else own
         self.crops = crops
         self.seed = seed
         self.skipped = skipped
-        self.seeds = not runs_our_code_only(self.dataset)
+        self.seeds = not datasets.runs_our_code_only(self.dataset)
         """Whether random numbers may be drawn as a sample is read."""
         self.given: list[int] = []
         """The indices of the last batch's samples, in their order."""
@@ -91,8 +81,7 @@ class EpochSamples(Dataset[Any]):
         return samples
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Begin to read the samples of a batch, where that helps."""
-        read_ahead(self.dataset, indices)
+        datasets.read_ahead(self.dataset, indices)
 
     def read(self, index: int, epoch: int, position: int) -> Any:
         """A sample at a position of an epoch, or `Skipped`; CorruptSampleError where unreadable ones are errors."""
@@ -105,18 +94,18 @@ class EpochSamples(Dataset[Any]):
         except Exception as error:
             if self.skipped is None or not self._is_corrupt(error, index):
                 raise
-            self.skipped.add(sample_name(self.dataset, index), error)
+            self.skipped.add(datasets.sample_name(self.dataset, index), error)
             return Skipped(error)
 
     def _is_corrupt(self, error: Exception, index: int) -> bool:
         """Whether the sample cannot be read; datasets of this package say so, of others PIL's errors do."""
         if isinstance(error, CorruptSampleError):
             return True
-        return not offers(locate(self.dataset, index)[0], "for_loader") and is_bad_image(error)
+        return not datasets.offers(datasets.locate(self.dataset, index)[0], "for_loader") and is_bad_image(error)
 
     def name(self, at: int) -> str:
         """What users call the sample at a position of the last batch that this process read."""
-        return sample_name(self.dataset, self.given[at])
+        return datasets.sample_name(self.dataset, self.given[at])
 
 
 class Skipped:
@@ -158,6 +147,16 @@ def given_back() -> Iterator[None]:
         states.restore()
 
 
+def keep_heap() -> None:
+    """Have glibc keep the memory of a batch for the next one.
+
+    Else it gives the end of the heap back to the kernel whenever a batch is freed, and every page of the next batch
+    is a fault: half the time of reading. It stops doing so after a large block was freed (mallopt(3), M_TRIM_THRESHOLD
+    and the dynamic mmap threshold); such a block costs nothing, as it is never touched.
+    """
+    bytes(16 << 20)
+
+
 class SeededCollate:
     """A user's ``collate_fn``, whose random numbers depend on the seed, the epoch and the batch's first position."""
 
@@ -166,7 +165,6 @@ class SeededCollate:
         self._samples = samples
 
     def __call__(self, samples: list[Any]) -> Any:
-        """A batch of samples."""
         with given_back():
             seed_all(self._samples.collation_key)
             return self.collate_fn(samples)
@@ -202,7 +200,6 @@ class SkippedSamples:
             os.close(file)
 
     def clear(self) -> None:
-        """Forget the samples of an earlier run."""
         self.path.unlink(missing_ok=True)
 
     def new_skips(self) -> str | None:

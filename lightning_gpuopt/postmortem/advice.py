@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping
 from typing import Final
 
 from lightning_gpuopt.postmortem.death import ECHO, Death
@@ -22,6 +23,15 @@ _SHM: Final = (
     "give /dev/shm more room (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory), "
     "or use less of it: fewer workers, a smaller prefetch_factor."
 )
+_BY_END: Final[Mapping[str, str]] = {
+    "killed": "ask the cluster's log who sent SIGKILL: a time limit, a limit of memory, an eviction.",
+    "segfault": "look at the line above: the library that is called there crashed. Try it alone, in another version, "
+    "and without threads of its own in workers (cv2.setNumThreads(0)).",
+    "aborted": "look at the line above and at the last lines that it printed: a library found its own data broken.",
+    "interrupted": 'nothing is broken: trainer.fit(..., ckpt_path="last") continues from the last saved checkpoint.',
+    "terminated": "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher.",
+    "exited": "look for sys.exit() and os._exit() in the script and in what it calls.",
+}
 _MEMORY_ERRORS: Final = ("MemoryError",)
 _GPU_MEMORY: Final = ("OutOfMemoryError",)
 _FILES: Final = ("Too many open files", "received 0 items of ancdata")
@@ -59,31 +69,14 @@ def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
             )
             return f"bound {what}, or {instead}; {_LEAK}"
         return f"{_LESS_MEMORY}.{_COPIES if is_worker else ''}"
-    if ended == "killed":
-        return "ask the cluster's log who sent SIGKILL: a time limit, a limit of memory, an eviction."
     if ended == "bus_error":
         return _SHM if memory.shm_full or is_worker else "do not change files while they are mapped; look at /dev/shm."
-    if ended == "segfault":
+    if ended == "aborted" and death.signal == signal.SIGABRT and not is_worker:
         return (
-            "look at the line above: the library that is called there crashed. Try it alone, in another version, and "
-            "without threads of its own in workers (cv2.setNumThreads(0))."
+            "look at the last lines that it printed. NCCL's watchdog aborts when a collective takes too long: then "
+            "look at which rank came late, above; else a library found its own data broken."
         )
-    if ended == "aborted":
-        if death.signal == signal.SIGABRT and not is_worker:
-            return (
-                "look at the last lines that it printed. NCCL's watchdog aborts when a collective takes too long: then "
-                "look at which rank came late, above; else a library found its own data broken."
-            )
-        return "look at the line above and at the last lines that it printed: a library found its own data broken."
-    if ended == "interrupted":
-        return 'nothing is broken: trainer.fit(..., ckpt_path="last") continues from the last saved checkpoint.'
-    if ended == "terminated":
-        return "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher."
-    if ended == "exited":
-        return "look for sys.exit() and os._exit() in the script and in what it calls."
-    if ended == "exception":
-        return _of_exception(death)
-    return ""
+    return _of_exception(death) if ended == "exception" else _BY_END.get(ended, "")
 
 
 def _of_exception(death: Death) -> str:

@@ -83,11 +83,9 @@ def post_mortem_of(
             return _of_running(records, running, now_s, stacks or {}, waits or {})
     if deaths and hang is None and deaths[0].process.worker is None:  # nobody looked while it ran
         hang = hang_of(_as_running(records), deaths[0].at_s)
-    if hang is not None and (not deaths or _is_from_outside(deaths[0], records, command)):
+    if hang is not None and (not deaths or _how(deaths[0], records, command)[0] in _FROM_OUTSIDE):
         return _of_hang(hang, records, stacks or {}, waits or {}, deaths, command)
-    if not deaths:
-        return _without_death(records, command)
-    return _of_death(deaths, records, command)
+    return _of_death(deaths, records, command) if deaths else _without_death(records, command)
 
 
 def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
@@ -141,10 +139,6 @@ def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | No
 
 def _kills(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> int | None:
     return oom_kills(records, death.host, command.oom_kills if command is not None else None)
-
-
-def _is_from_outside(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> bool:
-    return _how(death, records, command)[0] in _FROM_OUTSIDE
 
 
 def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command: CommandEnd | None) -> PostMortem:
@@ -312,7 +306,6 @@ def _of_hang(
 
 
 def _memory_of(found: HangDescription, records: Sequence[FlightRecord], at_s: float) -> dict[str, Any]:
-    """Memory of the process that is held to be stuck."""
     stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
     return memory_of(stuck, records, at_s).figures
 
@@ -328,12 +321,8 @@ def _of_running(
     found = describe_hang(records, stacks, waits)
     steps = max(each.steps for each in running)
     quiet = _quiet(running, now_s)
-    lines = [f"The run is still running: {steps:,} steps so far, and no hang"]
-    if quiet is not None:
-        lines = [
-            f"The run is still running: {steps:,} steps so far, and no progress for {span(quiet.quiet_s)}, "
-            "which is not a hang yet"
-        ]
+    what = "no hang" if quiet is None else f"no progress for {span(quiet.quiet_s)}, which is not a hang yet"
+    lines = [f"The run is still running: {steps:,} steps so far, and {what}"]
     lines += [_capital(line) for line in found.text.splitlines()]
     likely = f"if it hangs, {found.likely}" if quiet is not None and found.likely else ""
     advice = found.advice if likely else ""
@@ -364,7 +353,6 @@ def _without_death(records: Sequence[FlightRecord], command: CommandEnd | None) 
 
 
 def _told(post: PostMortem, lines: Sequence[str]) -> PostMortem:
-    """With all of it in words."""
     told = [line if line.endswith((".", ":")) else f"{line}." for line in lines if line]
     if post.likely:
         told.append(f"Likely: {post.likely}.")

@@ -40,8 +40,6 @@ _LOST: Final = re.compile(
 
 @dataclass(frozen=True)
 class CommandEnd:
-    """How a watched command ended."""
-
     code: int  # its exit code; where a signal has ended it, minus that signal's number
     at_s: float  # Unix time
     # processes of our own cgroup that the kernel ended for want of memory while it ran; None: not readable
@@ -65,8 +63,6 @@ class ProcessEnd:
 
 @dataclass(frozen=True)
 class Death:
-    """What ended a rank."""
-
     process: Process  # the one that it began with: the rank, or a worker of it
     rank: FlightRecord  # record of the rank
     record: FlightRecord | None  # of the process; None where there is none
@@ -82,7 +78,6 @@ class Death:
 
     @property
     def host(self) -> str:
-        """Name of its machine."""
         return self.rank.host
 
 
@@ -93,17 +88,15 @@ def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, A
     echo = kind == "SIGTERMException" or (record.worker is None and _LOST.search(text) is not None)
     frames = error.get("frames")
     innermost = str(frames[-1]) if isinstance(frames, (list, tuple)) and frames else ""
-    index = error.get("index", record.index)
-    process = Process(record.rank, record.worker, record.pid)
     return Death(
-        process=process,
+        process=Process(record.rank, record.worker, record.pid),
         rank=rank,
         record=record,
         at_s=time_of(error) or record.written_s,
         kind=ECHO if echo else PLAIN,
         error=error,
         where=str(error.get("where") or "") or innermost or record.place or None,
-        index=index,
+        index=error.get("index", record.index),
     )
 
 

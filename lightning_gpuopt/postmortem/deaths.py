@@ -163,7 +163,8 @@ def _vanished(
     number, code, kind = crash_signal(rank.crash), None, PLAIN
     if number is None:
         number, code = _code_of(rank, command, gone) if end is None else _split(end.code)
-        told = [each.get("signal") for each in rank.events if each.get("event") == "signal" and _recent(each, rank)]
+        recent = [each for each in rank.events if time_of(each) >= rank.written_s - GRACE_S]
+        told = [each.get("signal") for each in recent if each.get("event") == "signal"]
         deadly = [each for each in told if each in TO_ALL]
         if deadly and number in (None, signal.SIGKILL) and code is None:
             number = deadly[0]
@@ -177,12 +178,7 @@ def _vanished(
 
 
 def _split(code: int) -> tuple[int | None, int | None]:
-    """The signal, or the exit code."""
     return (-code, None) if code < 0 else (None, code)
-
-
-def _recent(event: Mapping[str, Any], rank: FlightRecord) -> bool:
-    return time_of(event) >= rank.written_s - GRACE_S
 
 
 def _code_of(

@@ -18,10 +18,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_key(value: Any) -> bool:
-    return _is_number(value) or _is_text(value)
-
-
 def _is_list(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
@@ -37,7 +33,7 @@ _KNOWN: Final[Mapping[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(("worker", "pid", "signal", "code"), _is_number),
     **dict.fromkeys(("type", "message", "where", "loader"), _is_text),
     **dict.fromkeys(("frames", "indices", "entries"), _is_list),
-    **{"index": _is_key, "batches": _are_batches},
+    **{"index": lambda value: _is_number(value) or _is_text(value), "batches": _are_batches},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -19,8 +20,6 @@ _LOCKS: Final = ("/threading.py", "/multiprocessing/synchronize.py", "/logging/_
 
 @dataclass(frozen=True)
 class Hang:
-    """A run without progress."""
-
     rank: int  # the rank that has made none for longest
     pid: int
     since_s: float  # Unix time when it last did, or began what is open
@@ -30,8 +29,6 @@ class Hang:
 
 @dataclass(frozen=True)
 class HangDescription:
-    """Who holds a run up."""
-
     text: str  # what each rank and the worker in turn does, a line each
     process: Process | None = None  # the one that is held to be stuck
     where: str | None = None  # the line that it is at; None: not known
@@ -165,13 +162,9 @@ def _stuck(ranks: Sequence[_Rank], uneven: Uneven | None) -> _Rank:
         return min(running, key=lambda each: (each.entry["collective_seq_id"], each.record.rank))
     waiting = [each for each in running if each.waits_for_batch]
     if not waiting and len({each.collective for each in running}) > 1:  # one has taken another way through the code
-        return min(running, key=lambda each: (_like(each, running), not _in_own_call(each), _quiet_since(each)))
+        alike = Counter(each.collective for each in running)
+        return min(running, key=lambda each: (alike[each.collective], not _in_own_call(each), _quiet_since(each)))
     return min(waiting or running, key=_quiet_since)
-
-
-def _like(rank: _Rank, others: Sequence[_Rank]) -> int:
-    """How many wait in the same collective."""
-    return sum(each.collective == rank.collective for each in others)
 
 
 def _in_own_call(rank: _Rank) -> bool:
@@ -255,10 +248,7 @@ def _at(
 
 def _why_rank(stuck: _Rank, ranks: Sequence[_Rank], uneven: Uneven | None) -> tuple[str, str]:
     if uneven is not None:
-        return (
-            "the ranks have different numbers of batches",
-            UNEVEN_ADVICE,
-        )
+        return "the ranks have different numbers of batches", UNEVEN_ADVICE
     running = [each for each in ranks if not each.record.ended]
     if stuck.collective and len(running) > 1:
         names = {each.collective for each in running}

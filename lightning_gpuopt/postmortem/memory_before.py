@@ -41,8 +41,6 @@ _OF_THE_MACHINE: Final = {
 
 @dataclass(frozen=True)
 class Memory:
-    """What is known of memory before the end of a process."""
-
     figures: dict[str, Any]  # as ``PostMortem.memory``
     near: str = ""  # why memory was short, with figures; empty where it was not
     shm_full: str = ""  # likewise for ``/dev/shm``

@@ -31,8 +31,6 @@ Ended = Literal[
 
 @dataclass(frozen=True)
 class Process:
-    """A process of a run."""
-
     rank: int  # global; of a worker, of the training process that it works for
     worker: int | None = None  # a worker's number; -1: not known, None: a training process
     pid: int | None = None  # None: not known

@@ -159,10 +159,7 @@ def _exit_code(message: str) -> int:
 def _signal_called(name: str) -> int | None:
     """The number of a signal by what torch calls it: ``"Killed"``, ``"Segmentation fault"``."""
     wanted = name.strip().lower()
-    return next(
-        (int(each) for each in signal.Signals if (signal.strsignal(each) or "").lower() == wanted),
-        None,
-    )
+    return next((int(each) for each in signal.Signals if (signal.strsignal(each) or "").lower() == wanted), None)
 
 
 def ended_rank(death: Death, at_s: float, rank: FlightRecord, error: Mapping[str, Any] | None, gone: bool) -> bool:

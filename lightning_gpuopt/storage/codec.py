@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from itertools import groupby, islice
 from operator import itemgetter
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgpack
 import numpy as np
@@ -40,7 +40,6 @@ class EncodedImage(bytes):
     mode: str | None  # None: a photograph, read as upright RGB; else PIL's mode, read exactly (masks, depth maps)
 
     def __new__(cls, data: bytes | bytearray | memoryview, mode: str | None = None) -> EncodedImage:
-        """Mark bytes as an image file."""
         self = super().__new__(cls, data)
         self.mode = mode
         return self
@@ -49,21 +48,13 @@ class EncodedImage(bytes):
         return EncodedImage, (bytes(self), self.mode)
 
 
-class Encoded:
-    """A sample ready to be stored: its structure and its buffers."""
-
-    __slots__ = ("buffers", "structure")
-
-    def __init__(self, structure: bytes, buffers: list[bytes]) -> None:
-        self.structure = structure
-        self.buffers = buffers
+class Encoded(NamedTuple):
+    structure: bytes
+    buffers: list[bytes]
 
     def value(self, shard: int, index: int) -> bytes:
         """The stored value, stamped with its shard's number and its index there."""
         return pack(self.structure, self.buffers, sample_number(shard, index))
-
-
-# --- writing -----------------------------------------------------------------------------------------------------
 
 
 def encode(sample: Any) -> Encoded:
@@ -261,9 +252,6 @@ def _is_whole_file(image: Image.Image) -> bool:
     return getattr(image, "n_frames", 1) == 1 or (image.format == "MPO" and image.tell() == 0)
 
 
-# --- reading -----------------------------------------------------------------------------------------------------
-
-
 def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder | None) -> Any:
     """The sample in ``source[start:stop]``, whose stamp must bear `number`; arrays, tensors and bytes are copies.
 
@@ -324,10 +312,7 @@ def _read_layout(source: Source, start: int, number: int) -> tuple[int, tuple[li
 
 
 def part(source: Source, start: int, number: int, key: int | str) -> Any:
-    """One part (an image as its file's bytes) of a sample that is a tuple, list or dict; nothing else of it is read.
-
-    LookupError where there is no such part, TypeError where there are none, DamagedError.
-    """
+    """One part (an image as its file's bytes), read alone; LookupError: no such part, TypeError: none, DamagedError."""
     head = parse(source, start)
     if head.number != number:
         raise DamagedError("another sample lies in its place")
@@ -342,10 +327,7 @@ def part(source: Source, start: int, number: int, key: int | str) -> Any:
 
 
 def number_from_end(structure: Any, key: int | str) -> tuple[np.dtype[Any], int] | None:
-    """Dtype of a part that is a number, and how many bytes before a value's end it begins.
-
-    None where it is no number, or parts of any length come after it.
-    """
+    """A part's dtype, and how many bytes before a value's end it begins; None: no number, or any length is after it."""
     kind, *rest = structure
     if kind not in ("tuple", "list", "dict"):
         return None

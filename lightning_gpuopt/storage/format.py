@@ -26,17 +26,15 @@ LABEL_DTYPES: Final = ("|b1", "|u1", "|i1", "<u2", "<i2", "<u4", "<i4", "<i8")
 _DIGEST: Final = '\n  "digest": "{}"'
 _BLANK: Final = _DIGEST.format("-" * 16)
 TABLE_HEAD = struct.Struct("<8sQQ8s")  # magic, samples, size of the LMDB file, the shard's digest
-TABLE_HEAD_BYTES: Final = TABLE_HEAD.size
 KEY = struct.Struct(">Q")
 
 
 def table_bytes(num_samples: int) -> int:
     """Size of the record table of a shard: head, offsets (8 bytes each), lengths (4 each), checksum (8)."""
-    return TABLE_HEAD_BYTES + 12 * num_samples + 8
+    return TABLE_HEAD.size + 12 * num_samples + 8
 
 
 def shard_name(number: int) -> str:
-    """The stem of a shard's files."""
     return f"shard-{number:05d}"
 
 
@@ -70,12 +68,10 @@ class Shard:
 
     @property
     def name(self) -> str:
-        """The stem of its files."""
         return shard_name(self.number)
 
     @property
     def files(self) -> list[str]:
-        """The names of its files."""
         return [self.name + suffix for suffix in (".mdb", ".tab", ".lab")[: 3 if self.labels else 2]]
 
     @classmethod
@@ -130,12 +126,10 @@ class Manifest:
 
     @property
     def num_samples(self) -> int:
-        """Samples in all shards."""
         return sum(shard.num_samples for shard in self.shards)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all stored values."""
         return sum(shard.value_bytes for shard in self.shards)
 
     @property
@@ -152,32 +146,25 @@ class Manifest:
 
     @property
     def info(self) -> LMDBInfo:
-        """What the dataset holds, for people."""
         return LMDBInfo(self.num_samples, self.num_bytes, len(self.shards), self.num_skipped, self.classes)
 
     def to_json(self) -> str:
-        """The text of manifest.json."""
-        text = (
-            json.dumps(
-                {
-                    "format": FORMAT,
-                    "version": VERSION,
-                    "checksum": CHECKSUM,
-                    "num_samples": self.num_samples,
-                    "num_bytes": self.num_bytes,
-                    "num_skipped": self.num_skipped,
-                    "classes": None if self.classes is None else list(self.classes),
-                    "structure": self.structure,
-                    "record_bytes": self.record_bytes,
-                    "source": self.source,
-                    "skipped_digest": self.skipped_digest,
-                    "digest": "-" * 16,
-                    "shards": [{"name": s.name, **asdict(s)} for s in self.shards],
-                },
-                indent=2,
-            )
-            + "\n"
-        )
+        content = {
+            "format": FORMAT,
+            "version": VERSION,
+            "checksum": CHECKSUM,
+            "num_samples": self.num_samples,
+            "num_bytes": self.num_bytes,
+            "num_skipped": self.num_skipped,
+            "classes": None if self.classes is None else list(self.classes),
+            "structure": self.structure,
+            "record_bytes": self.record_bytes,
+            "source": self.source,
+            "skipped_digest": self.skipped_digest,
+            "digest": "-" * 16,
+            "shards": [{"name": s.name, **asdict(s)} for s in self.shards],
+        }
+        text = json.dumps(content, indent=2) + "\n"
         return text.replace(_BLANK, _DIGEST.format(xxhash.xxh3_64_hexdigest(text.encode())))
 
     @classmethod
@@ -186,9 +173,7 @@ class Manifest:
         path = directory / MANIFEST
         try:
             text = path.read_bytes()
-        except FileNotFoundError:
-            raise _not_a_dataset(directory) from None
-        except NotADirectoryError:
+        except (FileNotFoundError, NotADirectoryError):
             raise _not_a_dataset(directory) from None
         try:
             raw = json.loads(text)

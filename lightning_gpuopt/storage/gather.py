@@ -94,10 +94,7 @@ def _num_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def _columns(tree: Any, at: int) -> tuple[Callable[[Columns], Any], list[tuple[torch.dtype, tuple[int, ...]]]]:
-    """What makes ``default_collate``'s batch from columns, beginning with number `at`, and their dtypes and shapes.
-
-    TypeError where a part of the sample is not a number or an array of numbers.
-    """
+    """What makes a batch of columns from number `at` on, and their dtypes and shapes; TypeError: other than numbers."""
     kind, *rest = tree
     if kind in ("tuple", "list", "dict"):
         columns: list[tuple[torch.dtype, tuple[int, ...]]] = []
@@ -182,7 +179,6 @@ class Gather:
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a stored sample."""
         return self._plan.record_bytes
 
     def __getitem__(self, index: int) -> Any:
@@ -258,7 +254,6 @@ class Gather:
     def _read(
         self, shards: Indices, offsets: Indices, memory: _BatchMemory, row: int
     ) -> tuple[Array, list[torch.Tensor]]:
-        """The same, read."""
         rows, plan = slice(row, row + len(shards)), self._plan
         self._opened.read(shards, offsets, memory.vectors[rows], plan.record_bytes)
         return memory.heads[rows].copy(), [memory.column(at, rows) for at in range(len(plan.columns))]
@@ -322,7 +317,6 @@ class _BatchMemory:
 
     @property
     def heads(self) -> Array:
-        """What each record begins with."""
         return self._aside[:, self._plan.content : self._plan.content + self._plan.head_bytes]
 
     def column(self, number: int, rows: slice) -> torch.Tensor:
@@ -339,7 +333,6 @@ class _BatchMemory:
         return column
 
     def has(self, column: torch.Tensor) -> bool:
-        """Whether a column lies in the memory that was given."""
         return self._arrays is not None and any(
             np.may_share_memory(part, as_bytes(column)) for part in self._large.values()
         )
@@ -407,7 +400,6 @@ class _RecordFiles:
         return starts, sample_number(self._numbers[shards], within), good
 
     def shards(self, wanted: Indices) -> Indices:
-        """The shard of each record."""
         return self._firsts.searchsorted(wanted, side="right") - 1
 
     def in_files(self, shards: Indices, starts: Indices) -> Indices:

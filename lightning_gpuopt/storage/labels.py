@@ -44,7 +44,6 @@ class LabelColumns:
         self._places: list[tuple[_Column, _Number]] = []
 
     def add(self, record: memoryview) -> None:
-        """Take in the next sample, by its stored value."""
         if self._structure is not None and not self._columns:
             return
         *_, start, at = head_fields(record, 0)

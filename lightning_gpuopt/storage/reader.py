@@ -19,8 +19,8 @@ from torch.utils.data import Dataset
 from lightning_gpuopt.images.decode import decode_pil, decode_tensor
 from lightning_gpuopt.images.errors import is_bad_image, raised_in, reason_of
 from lightning_gpuopt.loading.datasets import duplicate
-from lightning_gpuopt.loading.heap import keep_heap
 from lightning_gpuopt.loading.labels import Labels
+from lightning_gpuopt.loading.samples import keep_heap
 from lightning_gpuopt.loading.transforms import name_sample, transformed
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError, DamagedSampleError

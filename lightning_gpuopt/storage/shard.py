@@ -17,9 +17,8 @@ import struct
 import sys
 import threading
 import weakref
-from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -219,7 +218,6 @@ class ShardReader:
         return read
 
     def part(self, index: int, key: int | str) -> Any:
-        """One part of a sample; see `codec.part`."""
         return codec.part(self.file().mapped(), self.place(index)[0], self._first + index, key)
 
     def numbers(self, key: int | str) -> _Numbers | None:
@@ -377,9 +375,3 @@ def blocks_read() -> int:
     """Blocks and pages that this thread has had to wait for, or has asked for, from a disk."""
     usage = resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF))  # macOS has no such thing
     return usage.ru_inblock + usage.ru_majflt
-
-
-def locate(starts: Sequence[int], index: int) -> tuple[int, int]:
-    """Shard position and index within it of a dataset's sample, given the shards' first indices."""
-    at = bisect_right(starts, index) - 1
-    return at, index - starts[at]

@@ -86,7 +86,6 @@ class ShardWriter:
 
     @property
     def num_samples(self) -> int:
-        """Samples given so far."""
         return self.committed + len(self._pending)
 
     def add(self, sample: codec.Encoded) -> None:

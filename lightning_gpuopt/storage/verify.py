@@ -18,7 +18,7 @@ import xxhash
 from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
-from lightning_gpuopt.storage.format import SKIPPED, TABLE_HEAD_BYTES, Manifest, Shard, file_digest
+from lightning_gpuopt.storage.format import SKIPPED, TABLE_HEAD, Manifest, Shard, file_digest
 from lightning_gpuopt.storage.labels import open_labels, read_labels
 from lightning_gpuopt.storage.shard import check_file, check_table, open_file
 from lightning_gpuopt.storage.value import check, sample_number
@@ -32,15 +32,12 @@ Problem = tuple[int | None, str]
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What `verify` found."""
-
     num_samples: int  # that were compared with their checksums
     num_problems: int
     problems: tuple[Problem, ...]  # the first hundred, by index; None: of no single sample
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
         return not self.num_problems
 
 
@@ -142,43 +139,36 @@ def wrong_files(directory: Path, manifest: Manifest) -> list[str]:
     return found
 
 
-class _ShardFiles:
+class _ShardFiles(ExitStack):
     """A shard's two files, opened and not mapped: a page that the disk fails to give would end the process."""
 
     def __init__(self, directory: Path, shard: Shard) -> None:
+        super().__init__()
         self.path = directory / f"{shard.name}.mdb"
         self.table = directory / f"{shard.name}.tab"
         self._num_samples = shard.num_samples
-        self._stack = ExitStack()
         try:
             self._data = self._open(self.path)
             check_file(self.path, self._data.fileno(), shard)
             self._places = self._open(self.table)
             check_table(self.table, self._places.fileno(), shard)
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     def _open(self, path: Path) -> BinaryIO:
-        return self._stack.enter_context(open(open_file(path), "rb"))
-
-    def __enter__(self) -> _ShardFiles:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
+        return self.enter_context(open(open_file(path), "rb"))
 
     def places(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Offset and length of these samples' values."""
-        self._places.seek(TABLE_HEAD_BYTES + 8 * start)
+        self._places.seek(TABLE_HEAD.size + 8 * start)
         offsets = self._places.read(8 * (stop - start))
-        self._places.seek(TABLE_HEAD_BYTES + 8 * self._num_samples + 4 * start)
+        self._places.seek(TABLE_HEAD.size + 8 * self._num_samples + 4 * start)
         lengths = self._places.read(4 * (stop - start))
         places = zip(np.frombuffer(offsets, "<u8").tolist(), np.frombuffer(lengths, "<u4").tolist(), strict=True)
         return list(places)
 
     def value(self, offset: int, length: int) -> bytes:
-        """A stored value."""
         self._data.seek(offset)
         return self._data.read(length)
 
@@ -207,7 +197,6 @@ def _check(task: _Task) -> tuple[int, list[Problem]]:
 
 
 def _check_sample(files: _ShardFiles, task: _Task, index: int, offset: int, length: int) -> str | None:
-    """What is wrong with a sample."""
     if offset + length > task.shard.file_bytes:
         return "the record table says that it ends behind the file's end"
     try:
@@ -227,7 +216,6 @@ def _check_sample(files: _ShardFiles, task: _Task, index: int, offset: int, leng
 
 
 def _check_files(files: _ShardFiles, shard: Shard) -> Iterator[Problem]:
-    """What is wrong with a shard's files as wholes."""
     try:
         with files.path.open("rb") as stream:
             if file_digest(stream) != shard.file_digest:

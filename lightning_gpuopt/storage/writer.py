@@ -92,7 +92,6 @@ class LMDBWriter:
             raise
 
     def _find_committed(self, staging: Staging) -> None:
-        """Find where an earlier writer stopped."""
         finished = staging.finished()
         while len(self._finished) in finished:
             self._finished.append(finished[len(self._finished)])

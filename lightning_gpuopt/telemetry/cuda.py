@@ -11,8 +11,6 @@ import torch
 from lightning_gpuopt.telemetry.nvml import Notice
 from lightning_gpuopt.telemetry.visible import Chosen, CudaDevice, NvmlDevice, choose_devices, visible_devices
 
-__all__ = ["choose_current", "chooser", "cuda_devices"]
-
 
 def chooser(
     wanted: str | Sequence[int | str], current: int, notices: deque[Notice]

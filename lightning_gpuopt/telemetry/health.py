@@ -10,17 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_gpuopt.telemetry.nvml import (
-    DeviceLostError,
-    DeviceReader,
-    NvmlSession,
-    NvmlUnavailableError,
-    StopReading,
-)
+from lightning_gpuopt.telemetry.nvml import DeviceLostError, DeviceReader, NvmlUnavailableError, StopReading
 from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, join_thread
 from lightning_gpuopt.telemetry.visible import NvmlDevice, visible_devices
-
-__all__ = ["READINGS", "GpuHealth", "HealthQuestion", "NvmlHealth"]
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +57,6 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class NvmlHealth:
-    """What NVML reported."""
-
     driver: str = ""  # its version; empty where it is not known
     cuda: tuple[int, int] | None = None  # the newest CUDA that the driver runs, as (major, minor)
     gpus: tuple[GpuHealth, ...] = ()  # by NVML index, each followed by its MIG instances
@@ -90,7 +80,6 @@ class HealthQuestion:
         self._failure = ""
 
     def start(self) -> None:
-        """Begin to ask."""
         try:
             self._thread = join_thread(self)
         except RuntimeError as error:
@@ -122,7 +111,6 @@ class HealthQuestion:
     due_s = 0.0
 
     def is_over(self) -> bool:
-        """Whether nothing more is to be asked."""
         return self._given_up.is_set() or self._done.is_set()
 
     def turn(self, thread: NvmlThread) -> bool:
@@ -130,7 +118,7 @@ class HealthQuestion:
         if self.is_over():
             return False
         try:
-            self._ask(thread.session(), thread)
+            self._ask(thread)
         except NvmlUnavailableError as error:
             self._failure = str(error)
         except StopReading:
@@ -141,17 +129,15 @@ class HealthQuestion:
         return False
 
     def released(self) -> None:
-        """Nothing more is asked."""
         self._done.set()
 
     def close(self) -> None:
-        """Give back what NVML has allocated."""
         if self._reader is not None:
             self._reader.close()
             self._reader = None
 
-    def _ask(self, session: NvmlSession, thread: NvmlThread) -> None:
-        between_calls = thread.checking(self)
+    def _ask(self, thread: NvmlThread) -> None:
+        session, between_calls = thread.session(), thread.checking(self)
         self._driver = session.driver(between_calls)
         listed = session.devices(between_calls)
         named, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")

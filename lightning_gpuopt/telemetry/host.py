@@ -28,7 +28,6 @@ _Times = dict[str, tuple[int, int]]
 _WAIT_PER_CPU_S = 200  # seconds of wait per second of CPU that a reading takes: 0.5 % of a core, up to the longest wait
 _MAX_WAIT_S = 20.0  # however much a reading took: a garbage collection that falls into one is not a cost of reading
 
-
 _MIB = 1024 * 1024
 _MAX_BYTES = 4096  # more than any file has that is read whole, again and again
 
@@ -243,14 +242,10 @@ class HostWatch:
         self._readings = 0
         self._last: dict[int, tuple[float, _Times]] = {}
         self._last_totals: dict[str, tuple[float, float]] = {}
-        self._worker_s = 0.0
-        self._ran_s = 0.0
-        self._queued_s = 0.0
-        self._busy_threads_s = 0.0
+        self._worker_s = self._ran_s = self._queued_s = self._busy_threads_s = 0.0
         self._rates: dict[str, _Rate] = {}
 
     def start(self) -> None:
-        """Begin to read."""
         self._thread = threading.Thread(target=self._run, name="gpuopt-host", daemon=True)
         self._thread.start()
 
@@ -308,7 +303,6 @@ class HostWatch:
         return min(rates["idle"] / self._sharers, self._usable_cpus, max(self._quota_cpus - own, 0.0))
 
     def read(self) -> None:
-        """Take one reading."""
         pids = self._pids
         totals: dict[str, tuple[float, float]] = {}
         for name, source in self._sources.items():

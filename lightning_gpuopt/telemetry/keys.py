@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CROSS_DEVICE", "METRICS", "Metric", "readings_of", "select_metrics", "with_summary"]
-
 Statistic = Literal["mean", "min", "max"]
 
 
@@ -90,7 +88,6 @@ def select_metrics(metrics: str | Sequence[str]) -> tuple[Metric, ...]:
 
 
 def readings_of(metrics: Sequence[Metric]) -> frozenset[str]:
-    """The readings that these metrics are made of."""
     return frozenset(metric.reading for metric in metrics)
 
 

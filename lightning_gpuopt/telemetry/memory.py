@@ -24,8 +24,6 @@ _NO_LIMIT: Final = 1 << 60  # cgroup v1 has a number of this size where there is
 
 @dataclass(frozen=True)
 class ProcessTimes:
-    """A process by its ``stat``."""
-
     start_ticks: int  # when it began, in clock ticks since boot
     cpu_s: float  # CPU of its main thread
     faults: int  # minor page faults so far, of all threads
@@ -47,10 +45,7 @@ class MemoryFiles:
     """Where procfs, cgroups and shared memory are mounted."""
 
     def __init__(
-        self,
-        proc: Path = Path("/proc"),
-        cgroup_root: Path = Path("/sys/fs/cgroup"),
-        shm: Path = Path("/dev/shm"),
+        self, proc: Path = Path("/proc"), cgroup_root: Path = Path("/sys/fs/cgroup"), shm: Path = Path("/dev/shm")
     ) -> None:
         self._proc = proc
         self._shm = shm
@@ -94,13 +89,8 @@ class MemoryFiles:
 
     def available(self) -> int | None:
         """Bytes available on the machine."""
-        try:
-            for line in (self._proc / "meminfo").read_text().splitlines():
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-        except (OSError, ValueError, IndexError):
-            pass
-        return None
+        kib = _number_of(self._proc / "meminfo", "MemAvailable:")
+        return None if kib is None else kib * 1024
 
     def shared(self) -> tuple[int | None, int | None]:
         """Free bytes of shared memory, and its size."""

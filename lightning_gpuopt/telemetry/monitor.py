@@ -13,8 +13,6 @@ from lightning_gpuopt.telemetry.visible import DeviceNotFoundError
 from lightning_gpuopt.telemetry.window import Fleet, RankWindow
 from lightning_gpuopt.utils.rank_channel import Gathered, RankGather
 
-__all__ = ["GpuMonitor"]
-
 
 class GpuMonitor:
     """Monitor GPUs from here to :meth:`close`; all methods are for one thread, and none of them makes an NVML call.
@@ -53,7 +51,6 @@ class GpuMonitor:
         return failure if isinstance(failure, DeviceNotFoundError) else None
 
     def restart(self) -> None:
-        """Forget what was read so far."""
         self._sampler.cut()
 
     def cut(self, step: int) -> None:

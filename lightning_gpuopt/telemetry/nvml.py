@@ -20,17 +20,6 @@ import pynvml
 from lightning_gpuopt.telemetry.nvml_sources import Failed, Handles, MetricSource, Value, make_source, ways_to_read
 from lightning_gpuopt.telemetry.visible import NvmlDevice, NvmlIndex
 
-__all__ = [
-    "DeviceLostError",
-    "DeviceReader",
-    "Notice",
-    "NvmlSession",
-    "NvmlUnavailableError",
-    "StopReading",
-    "Value",
-    "nothing",
-]
-
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
@@ -89,11 +78,7 @@ class NvmlSession:
             pynvml.nvmlShutdown()
 
     def driver(self, between_calls: Callable[[], None] = nothing) -> tuple[str, tuple[int, int] | None]:
-        """The driver's version, and the newest CUDA that it runs as (major, minor), None where it does not tell.
-
-        ``between_calls`` is called before each NVML call; what it raises ends the asking. NvmlUnavailableError: no
-        answer.
-        """
+        """The driver's version, and the newest CUDA that it runs (None: not told); NvmlUnavailableError: no answer."""
         try:
             between_calls()
             version = pynvml.nvmlSystemGetDriverVersion()
@@ -110,8 +95,8 @@ class NvmlSession:
     def devices(self, between_calls: Callable[[], None] = nothing) -> list[NvmlDevice]:
         """All GPUs by NVML index, each with its MIG instances behind; one that does not answer is left out.
 
-        Asked once; a later call gives the same list. ``between_calls`` is called before each NVML call; what it raises
-        ends the listing. NvmlUnavailableError: NVML does not list any.
+        Asked once. ``between_calls`` is called before each NVML call; what it raises ends the listing.
+        NvmlUnavailableError: NVML does not list any.
         """
         if self._listed is None:
             self._listed = self._list_gpus(between_calls)
@@ -150,14 +135,13 @@ class NvmlSession:
         name = _or("unknown GPU", lambda: ask(pynvml.nvmlDeviceGetName, gpu))
         bus_id = ask(pynvml.nvmlDeviceGetPciInfo, gpu).busId
         bus_id = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
-        architecture = _or(0, lambda: ask(pynvml.nvmlDeviceGetArchitecture, gpu))
         listed = [NvmlDevice(ask(pynvml.nvmlDeviceGetUUID, gpu), index, name, bus_id)]
-        self._handles[listed[0].uuid] = Handles(gpu, gpu, None, architecture)
+        self._handles[listed[0].uuid] = Handles(gpu, gpu, None)
         for slot in range(_or(0, lambda: ask(pynvml.nvmlDeviceGetMaxMigDeviceCount, gpu))):
             try:
                 instance = ask(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, gpu, slot)
                 uuid = ask(pynvml.nvmlDeviceGetUUID, instance)
-                handles = Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance), architecture)
+                handles = Handles(instance, gpu, ask(pynvml.nvmlDeviceGetGpuInstanceId, instance))
             except pynvml.NVMLError:
                 continue
             listed.append(NvmlDevice(uuid, index, name, bus_id, slot))
@@ -248,7 +232,6 @@ class DeviceReader:
         self._absent = {}
 
     def close(self) -> None:
-        """Give back what NVML has allocated for us."""
         for source in self._sources.values():
             source.close()
         self._sources = {}

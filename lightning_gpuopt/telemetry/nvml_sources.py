@@ -12,8 +12,6 @@ from typing import Any
 
 import pynvml
 
-__all__ = ["NEIGHBOUR", "Failed", "Handles", "MetricSource", "Value", "make_source", "ways_to_read"]
-
 _MIB = 1024 * 1024
 
 # NVML wants 100 ms between GPM samples; the rest is for a thread that wakes a little early against the last time
@@ -38,13 +36,8 @@ the hardware slows down, from one that works within its power limit as it is mea
 has set a lower clock) is for ``telemetry.health``.
 """
 
-
 NEIGHBOUR = "process "  # beginning of the series of another process on the GPU; its identifier follows
-_NOT_TOLD = (
-    pynvml.NVML_ERROR_NOT_SUPPORTED,
-    pynvml.NVML_ERROR_FUNCTION_NOT_FOUND,
-    pynvml.NVML_ERROR_NO_PERMISSION,
-)
+_NOT_TOLD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION)
 
 _GENERATIONS = 4  # from a process to its parents: workers, and what they start
 _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
@@ -70,12 +63,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Handles:
-    """What NVML wants to be asked with."""
-
     own: Any  # of the GPU or the MIG instance
     physical: Any  # of the GPU itself
     gpu_instance: int | None  # the instance's id within its GPU, None for a whole GPU
-    architecture: int  # ``NVML_DEVICE_ARCH_*``
 
 
 def ways_to_read(reading: str, handles: Handles) -> tuple[str, ...]:
@@ -160,7 +150,6 @@ class MetricSource:
         return min(self.least_pause_s, 5 * interval_s) - interval_s / 2
 
     def read(self) -> Iterator[Value | Failed]:
-        """Ask NVML now."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -256,12 +245,10 @@ class _Buffer(MetricSource):
 
 
 class _Ecc(MetricSource):
-    _at_start: int | None = None
+    _at_start: float | None = None
 
     def read(self) -> Iterator[Value | Failed]:
-        count = pynvml.nvmlDeviceGetTotalEccErrors(
-            self._handles.own, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-        )
+        count = _POINTS["ecc_errors"](self._handles)
         if self._at_start is None:
             self._at_start = count
         yield Value("ecc_uncorrected", float(count - self._at_start))
@@ -442,9 +429,7 @@ class _Gpm(MetricSource):
         for i, metric in enumerate(ids):
             query.metrics[i].metricId = metric
         pynvml.nvmlGpmMetricsGet(query)
-        return {
-            query.metrics[i].metricId: (query.metrics[i].nvmlReturn, query.metrics[i].value) for i in range(len(ids))
-        }
+        return {each.metricId: (each.nvmlReturn, each.value) for each in query.metrics[: len(ids)]}
 
     def close(self) -> None:
         while self._samples:

@@ -16,8 +16,6 @@ from typing import Protocol
 
 from lightning_gpuopt.telemetry.nvml import NvmlSession, StopReading
 
-__all__ = ["NvmlThread", "SamplePace", "User", "join_thread", "next_due"]
-
 # seconds from one reading to the next per second of CPU that a reading takes: together at most 0.5 % of a core
 _WAIT_PER_CPU_S = 200.0
 _COST_MEMORY = 8  # readings over which the mean of what one takes is formed: one dear reading does not make a long gap

@@ -8,20 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from lightning_gpuopt.telemetry.nvml import (
-    DeviceLostError,
-    DeviceReader,
-    Notice,
-    NvmlSession,
-    NvmlUnavailableError,
-    StopReading,
-    nothing,
-)
+from lightning_gpuopt.telemetry import nvml
 from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, SamplePace, join_thread
 from lightning_gpuopt.telemetry.visible import Chosen, DeviceNotFoundError, NvmlDevice
-from lightning_gpuopt.telemetry.window import Accumulator, DeviceWindow
-
-__all__ = ["GpuSampler"]
+from lightning_gpuopt.telemetry.window import DeviceWindow, Stat, merge
 
 log = logging.getLogger(__name__)
 
@@ -47,8 +37,8 @@ class GpuSampler:
         bounded: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.notices: deque[Notice] = deque()
-        self.failure: DeviceNotFoundError | NvmlUnavailableError | None = None
+        self.notices: deque[nvml.Notice] = deque()
+        self.failure: DeviceNotFoundError | nvml.NvmlUnavailableError | None = None
         self.devices: tuple[Chosen, ...] = ()
         self._readings = frozenset(readings)
         self._choose = choose
@@ -56,9 +46,9 @@ class GpuSampler:
         self._bounded = bounded
         self._clock = clock
         self._reported: set[str] = set()
-        self._readers: list[DeviceReader] = []
+        self._readers: list[nvml.DeviceReader] = []
         self._lock = threading.Lock()
-        self._window: dict[tuple[str, str], Accumulator] = {}
+        self._window: dict[tuple[str, str], Stat] = {}
         self._opened = threading.Event()
         self._ended = threading.Event()
         self._read_until_s = float("inf")
@@ -102,39 +92,38 @@ class GpuSampler:
             self._thread.join(max(deadline_s - time.monotonic(), 0.0))
         return ended
 
-    def open(self, session: NvmlSession, between_calls: Callable[[], None] = nothing) -> None:
+    def open(self, session: nvml.NvmlSession, between_calls: Callable[[], None] = nvml.nothing) -> None:
         """Find the devices; called by the thread. What fails is in :attr:`failure`."""
         try:
             chosen = tuple(self._choose(session.devices(between_calls)))
             if not chosen:
-                raise NvmlUnavailableError("no NVIDIA GPU is visible")
+                raise nvml.NvmlUnavailableError("no NVIDIA GPU is visible")
             self._readers = [
                 session.reader(each.device, self._readings, self._clock, self._interval_s, between_calls)
                 for each in chosen
             ]
             self.devices = chosen
-        except NvmlUnavailableError as failure:
+        except nvml.NvmlUnavailableError as failure:
             self._fail(failure)
         except DeviceNotFoundError as failure:
             self.failure = failure
-            self._notify(Notice("warning", "gpu-not-found", f"no GPU figures: {failure}."))
+            self._notify(nvml.Notice("warning", "gpu-not-found", f"no GPU figures: {failure}."))
 
     def read_once(self) -> None:
         """Read every device once; called by the thread."""
         for reader in list(self._readers):
             try:
                 values = reader.read()
-            except DeviceLostError as error:
+            except nvml.DeviceLostError as error:
                 self._readers.remove(reader)
                 reader.close()
-                self._notify(Notice("warning", f"gpu-lost-{reader.device.uuid}", f"{error}: no longer monitored."))
+                self._notify(nvml.Notice("warning", f"gpu-lost-{reader.device.uuid}", f"{error}: no longer monitored."))
                 continue
             while reader.notices:
                 self._notify(reader.notices.popleft())
             with self._lock:
                 for value in values:
-                    accumulator = self._window.setdefault((reader.device.uuid, value.reading), Accumulator())
-                    accumulator.add(value.value, value.weight)
+                    merge(self._window, {(reader.device.uuid, value.reading): Stat.of(value.value, value.weight)})
 
     def close(self) -> None:
         """Free what is held; called by the thread."""
@@ -151,22 +140,22 @@ class GpuSampler:
         return self._pace.due_s if self._read_until_s == float("inf") else 0.0
 
     def is_over(self) -> bool:
-        """Whether nothing more is to be read."""
         return self._clock() >= self._read_until_s
 
     def turn(self, thread: NvmlThread) -> bool:
         """Open, read or end; whether there is more to come."""
         try:
             return self._turn(thread)
-        except StopReading:
+        except nvml.StopReading:
             return False
         except Exception as error:
             log.debug("GPU sampler stopped", exc_info=True)
-            self._notify(Notice("warning", "sampler-failed", f"GPU readings stopped after an unexpected {error!r}."))
+            self._notify(
+                nvml.Notice("warning", "sampler-failed", f"GPU readings stopped after an unexpected {error!r}.")
+            )
             return False
 
     def released(self) -> None:
-        """Nothing is read any more."""
         self._opened.set()
         if not self._ended.is_set():
             for reader in self._readers:
@@ -181,7 +170,7 @@ class GpuSampler:
         if not self._opened.is_set():
             try:
                 self.open(thread.session(), thread.checking(self))
-            except NvmlUnavailableError as failure:
+            except nvml.NvmlUnavailableError as failure:
                 self._fail(failure)
             self._opened.set()
             thread.spent_s()
@@ -191,24 +180,23 @@ class GpuSampler:
             self._pace.read(self._clock(), thread.spent_s())
         return bool(self._readers) and not ends
 
-    def _fail(self, failure: NvmlUnavailableError) -> None:
+    def _fail(self, failure: nvml.NvmlUnavailableError) -> None:
         self.failure = failure
-        self._notify(Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
+        self._notify(nvml.Notice("warning", "nvml-unavailable", f"no GPU figures, NVML cannot be used: {failure}."))
 
-    def _notify(self, notice: Notice) -> None:
+    def _notify(self, notice: nvml.Notice) -> None:
         if notice.cause not in self._reported:
             self._reported.add(notice.cause)
             self.notices.append(notice)
 
-    def _as_windows(self, window: dict[tuple[str, str], Accumulator]) -> tuple[DeviceWindow, ...]:
-        stats = {key: accumulator.freeze() for key, accumulator in window.items()}
+    def _as_windows(self, window: dict[tuple[str, str], Stat]) -> tuple[DeviceWindow, ...]:
         return tuple(
             DeviceWindow(
                 chosen.device.uuid,
                 chosen.device.index,
                 chosen.device.mig_slot,
                 chosen.ordinal,
-                {reading: stat for (uuid, reading), stat in stats.items() if uuid == chosen.device.uuid},
+                {reading: stat for (uuid, reading), stat in window.items() if uuid == chosen.device.uuid},
             )
             for chosen in self.devices
         )

@@ -12,18 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-__all__ = [
-    "Chosen",
-    "CudaDevice",
-    "CudaOrdinal",
-    "DeviceNotFoundError",
-    "NvmlDevice",
-    "NvmlIndex",
-    "Visible",
-    "choose_devices",
-    "visible_devices",
-]
-
 CudaOrdinal = NewType("CudaOrdinal", int)  # number of a device in CUDA, after ``CUDA_VISIBLE_DEVICES``
 NvmlIndex = NewType("NvmlIndex", int)  # number of a physical GPU in NVML and nvidia-smi
 
@@ -57,8 +45,6 @@ class Visible:
 
 @dataclass(frozen=True)
 class Chosen:
-    """A device to monitor."""
-
     device: NvmlDevice
     ordinal: CudaOrdinal | None  # None when it is outside the visible set
 
@@ -144,8 +130,7 @@ def _by_uuid(entry: str, listed: Sequence[NvmlDevice]) -> NvmlDevice | None:
 
 def _match(cuda: CudaDevice, listed: Sequence[NvmlDevice], named: Sequence[NvmlDevice]) -> NvmlDevice | None:
     """The NVML device that CUDA means; of a split GPU the instance that the variable names, or the first one."""
-    bare = _bare(cuda.uuid)
-    found = [device for device in listed if bare and _bare(device.uuid) == bare]
+    found = [device for device in listed if cuda.uuid and bare(device.uuid) == bare(cuda.uuid)]
     if not found and cuda.pci_bus_id:
         found = [d for d in listed if d.pci_bus_id and _pci(d.pci_bus_id) == _pci(cuda.pci_bus_id)]
     if not found or found[0].mig_slot is not None:
@@ -154,7 +139,8 @@ def _match(cuda: CudaDevice, listed: Sequence[NvmlDevice], named: Sequence[NvmlD
     return next((device for device in named if device in instances), instances[0] if instances else found[0])
 
 
-def _bare(uuid: str) -> str:
+def bare(uuid: str) -> str:
+    """A UUID as both CUDA and NVML have it."""
     return uuid.removeprefix("GPU-").removeprefix("MIG-").lower()
 
 

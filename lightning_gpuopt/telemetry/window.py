@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_gpuopt.telemetry.keys import Metric, with_summary
 
-__all__ = ["Accumulator", "DeviceWindow", "Fleet", "RankWindow", "Stat"]
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -24,45 +24,23 @@ class Stat:
     low: float
     high: float
 
+    @classmethod
+    def of(cls, value: float, weight: float) -> Stat:
+        """One value; the weight is greater than 0."""
+        return cls(value * weight, weight, value, value)
+
     @property
     def mean(self) -> float:
-        """Weighted mean."""
         return self.total / self.weight
 
     def merged(self, other: Stat) -> Stat:
-        """This and another window's values together."""
         return Stat(
             self.total + other.total, self.weight + other.weight, min(self.low, other.low), max(self.high, other.high)
         )
 
 
-class Accumulator:
-    """Adds up the values of one reading."""
-
-    __slots__ = ("_high", "_low", "_total", "_weight")
-
-    def __init__(self) -> None:
-        self._total = 0.0
-        self._weight = 0.0
-        self._low = float("inf")
-        self._high = float("-inf")
-
-    def add(self, value: float, weight: float) -> None:
-        """Take one more value; the weight is greater than 0."""
-        self._total += value * weight
-        self._weight += weight
-        self._low = min(self._low, value)
-        self._high = max(self._high, value)
-
-    def freeze(self) -> Stat:
-        """What came so far, of at least one value."""
-        return Stat(self._total, self._weight, self._low, self._high)
-
-
 @dataclass(frozen=True)
 class DeviceWindow:
-    """One device in one window."""
-
     uuid: str
     nvml_index: int  # of the physical GPU
     mig_slot: int | None  # which MIG instance of its parent, None for a whole GPU
@@ -95,7 +73,6 @@ class RankWindow:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankWindow:
-        """The reverse of :meth:`to_json`."""
         devices = (
             DeviceWindow(uuid, index, slot, ordinal, {reading: Stat(*numbers) for reading, numbers in stats.items()})
             for uuid, index, slot, ordinal, stats in data["devices"]
@@ -120,14 +97,14 @@ class Fleet:
         """Take a window of some ranks into the run, and give its metrics by key."""
         window = self._by_device(ranks)
         for device, stats in window.items():
-            _merge(self._run.setdefault(device, {}), stats)
+            merge(self._run.setdefault(device, {}), stats)
         return self._figures(window, self._metrics)
 
     def summary(self, still_open: RankWindow | None = None) -> dict[str, float]:
         """The metrics of the run so far, with a window ``still_open`` counted in that has not been added yet."""
         run = {device: dict(stats) for device, stats in self._run.items()}
         for device, stats in self._by_device([still_open] if still_open else []).items():
-            _merge(run.setdefault(device, {}), stats)
+            merge(run.setdefault(device, {}), stats)
         return self._figures(run, with_summary(self._metrics))
 
     def _by_device(self, ranks: Iterable[RankWindow]) -> dict[tuple[int, str], dict[str, Stat]]:
@@ -136,7 +113,7 @@ class Fleet:
             for device in rank.devices:
                 key = (rank.node, device.uuid)
                 self._known.setdefault(key, device)
-                _merge(merged.setdefault(key, {}), device.stats)
+                merge(merged.setdefault(key, {}), device.stats)
         return merged
 
     def _figures(
@@ -174,9 +151,10 @@ class Fleet:
         return names
 
 
-def _merge(into: dict[str, Stat], stats: Mapping[str, Stat]) -> None:
-    for reading, stat in stats.items():
-        into[reading] = into[reading].merged(stat) if reading in into else stat
+def merge(into: dict[Key, Stat], stats: Mapping[Key, Stat]) -> None:
+    """Take more values into those that are there, by reading."""
+    for key, stat in stats.items():
+        into[key] = into[key].merged(stat) if key in into else stat
 
 
 def _statistic(stat: Stat, name: str) -> float:

@@ -39,7 +39,6 @@ class Plan:
 
     @property
     def steps(self) -> int:
-        """Steps in all."""
         return self.free_from + self.free
 
 
@@ -132,8 +131,6 @@ def _batch_s(window: Measurement) -> float | None:
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What was measured."""
-
     steps_per_s: float  # of the run as it is
     free_steps_per_s: float  # with batches from memory
     steps: int  # of which the first is the rate

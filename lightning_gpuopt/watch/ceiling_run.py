@@ -91,7 +91,6 @@ class CeilingRun(CallbackBase):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look whether this run can be measured."""
         with Guard(self, trainer):
             if trainer.fast_dev_run:  # type: ignore[attr-defined]
                 self._stand_aside("the run is too short, with fast_dev_run")
@@ -111,7 +110,6 @@ class CeilingRun(CallbackBase):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Nor is a validation."""
         self._leave_out(trainer)
 
     @override
@@ -294,7 +292,6 @@ class CeilingRun(CallbackBase):
 
 
 def as_json(ceiling: Ceiling) -> str:
-    """What is written to ``ceiling.json``."""
     return json.dumps({key: value for key, value in asdict(ceiling).items() if value is not None}, indent=2)
 
 

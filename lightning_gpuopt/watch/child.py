@@ -58,9 +58,7 @@ def run_child(
     """
     with _Witness() as witness:
         child = subprocess.Popen(
-            command,
-            env=dict(environment),
-            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),
+            command, env=dict(environment), preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         )
         watcher = watcher or ChildWatcher()
         watcher.started(child.pid)

@@ -6,7 +6,7 @@ import json
 import logging
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, ClassVar, Final, NoReturn
 
 from typing_extensions import override
 
@@ -30,7 +30,6 @@ from lightning_gpuopt.utils.whole_file import write_whole
 from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
 from lightning_gpuopt.watch.ceiling_run import CeilingRun, HookClock, as_json
 from lightning_gpuopt.watch.mailbox import Watch
-from lightning_gpuopt.watch.quiet_callbacks import QuietDetector, QuietMonitor
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +40,25 @@ _REFUSED: Final = (
     "expected a strategy under which this process may end inside fit(), and another process waits for what it returns "
     "(ddp_spawn); use strategy='ddp', or one device"
 )
+
+
+class QuietMonitor(GpuUtilMonitor):
+    """Its figures are in :meth:`summary` alone."""
+
+    public_name: ClassVar[str] = "GpuUtilMonitor"
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._logs = False
+
+
+class QuietDetector(StallDetector):
+    """What it finds is in ``report.json`` alone: whoever reads that makes the page."""
+
+    public_name: ClassVar[str] = "StallDetector"
+    logs = False
+    writes_page = False
 
 
 def watched_callbacks() -> list[Callback]:
@@ -164,7 +182,6 @@ class WatchedRun(CallbackBase):
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the report, and the Trainer as it was."""
         with Guard(self, trainer):
             self._parts.teardown(pl_module, stage)
             self._end()
@@ -207,7 +224,6 @@ class WatchedRun(CallbackBase):
             write_whole(self._folder / CEILING_FILE, as_json(ceiling))
 
     def _quit(self, pl_module: LightningModule) -> None:
-        """The process ends in this ``fit``."""
         if self._of_loader is None:
             with suppress(Exception):  # what has failed may have been this
                 self._loader_measured()

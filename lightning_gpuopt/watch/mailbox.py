@@ -35,11 +35,7 @@ class Watch:
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """The environment of the watched command; the ``PYTHONPATH`` that there is keeps its precedence."""
         paths = [before["PYTHONPATH"]] if before.get("PYTHONPATH") else []
-        return {
-            **before,
-            "PYTHONPATH": os.pathsep.join([*paths, str(PYTHON_PATH)]),
-            VARIABLE: json.dumps(asdict(self)),
-        }
+        return {**before, "PYTHONPATH": os.pathsep.join([*paths, str(PYTHON_PATH)]), VARIABLE: json.dumps(asdict(self))}
 
     @staticmethod
     def of_this_process() -> Watch:

@@ -63,7 +63,6 @@ class RankEnds:
                 self.ends[socket.gethostname(), pid] = ProcessEnd(os.waitstatus_to_exitcode(int(fields[-1])), at_s)
 
     def wake(self) -> None:
-        """End the wait."""
         if self._files:
             os.write(self._wake, b"!")
 

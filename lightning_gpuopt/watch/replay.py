@@ -17,15 +17,12 @@ Item = tuple[Any, int, int]  # a batch, its index, and that of its loader, as Li
 
 
 class Kept:
-    """The first batches."""
-
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._bytes = 0
 
     @property
     def is_full(self) -> bool:
-        """Whether no more are wanted."""
         return len(self.items) >= MAX_BATCHES or self._bytes >= _MAX_BYTES
 
     def add(self, item: Item) -> None:

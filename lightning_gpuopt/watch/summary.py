@@ -31,8 +31,6 @@ _UNITS: Final = {"utilization": "%", "sm_activity": "% SM activity", "memory_per
 
 @dataclass
 class Fit:
-    """One ``fit`` under the watch."""
-
     folder: Path
     report: StallReport | None = None  # None where the process ended before it was written
     messages: list[str] = field(default_factory=list)  # what the callbacks had to tell
@@ -115,7 +113,6 @@ def _without_report(fit: Fit) -> str:
 
 
 def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[str]:
-    """Why nothing was measured."""
     errors = [note["error"] for note in notes if note.get("event") == "error"]
     if errors:
         return [

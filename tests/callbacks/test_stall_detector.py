@@ -34,7 +34,7 @@ from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, Finding
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.measurements.phases import PHASES
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
-from lightning_gpuopt.watch.quiet_callbacks import QuietDetector
+from lightning_gpuopt.watch.factory import QuietDetector
 from tests.callbacks.stalls import FAST, STEPS, Broken, Model, Raiser, Sleeper, SleepyData, run
 from tests.helpers import FEATURES, Clock, RecordingLogger, final_weights, tiny_trainer
 

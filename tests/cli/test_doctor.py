@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.cli import main
-from lightning_gpuopt.doctor import data, examine
+from lightning_gpuopt.doctor import data, examine, gather
 from lightning_gpuopt.doctor.facts import CudaFacts, HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.storage.writer import LMDBWriter
 from lightning_gpuopt.utils import bounded
@@ -37,18 +37,18 @@ WELL = HostFacts(
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host and a torch that are well: what the machine of the tests is like does not matter."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(examine, "free_cpus", lambda: 15.5)
-    monkeypatch.setattr(examine, "host_facts", lambda free: WELL)
-    monkeypatch.setattr(examine, "memory_rates", lambda host: MemoryRates(11.0, 85.0, host.affinity_cpus))
-    monkeypatch.setattr(examine, "versions_of", lambda names: {"torch": "2.9.0+cpu", "nvidia-ml-py": "13.615.71"})
-    monkeypatch.setattr(examine, "torch_facts", lambda: TorchFacts("2.9.0+cpu", None, 8, "file_descriptor"))
+    monkeypatch.setattr(gather, "free_cpus", lambda: 15.5)
+    monkeypatch.setattr(gather, "host_facts", lambda free: WELL)
+    monkeypatch.setattr(gather, "memory_rates", lambda host: MemoryRates(11.0, 85.0, host.affinity_cpus))
+    monkeypatch.setattr(gather, "versions_of", lambda names: {"torch": "2.9.0+cpu", "nvidia-ml-py": "13.615.71"})
+    monkeypatch.setattr(gather, "torch_facts", lambda: TorchFacts("2.9.0+cpu", None, 8, "file_descriptor"))
 
 
 @pytest.fixture
 def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that sees its GPUs."""
-    monkeypatch.setattr(examine, "torch_facts", lambda: TorchFacts("2.9.0", (12, 8), 8, "file_descriptor"))
-    monkeypatch.setattr(examine, "_ask_cuda", lambda torch, command: CudaFacts(True))
+    monkeypatch.setattr(gather, "torch_facts", lambda: TorchFacts("2.9.0", (12, 8), 8, "file_descriptor"))
+    monkeypatch.setattr(gather, "ask_cuda", lambda seconds, command: CudaFacts(True))
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -133,7 +133,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(simulator: Simulator, monk
     def broken() -> TorchFacts:
         raise OSError("libcudart.so.12: cannot open shared object file\nmore")
 
-    monkeypatch.setattr(examine, "torch_facts", broken)
+    monkeypatch.setattr(gather, "torch_facts", broken)
     code, checks = as_json(capsys)
     assert code == 1
     assert checks["torch"]["found"] == "torch cannot be imported: libcudart.so.12: cannot open shared object file"
@@ -228,7 +228,7 @@ def test_ctrl_c(monkeypatch, capsys):
     def interrupted() -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(examine, "free_cpus", interrupted)
+    monkeypatch.setattr(gather, "free_cpus", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 

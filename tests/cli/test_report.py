@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_gpuopt.cli import main
-from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.render.data import comparison_data
+from lightning_gpuopt.diagnosis.compare import compare, comparison_data
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_comparison, render_text
 from tests.diagnosis.reports import after, before

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.cli import main
-from lightning_gpuopt.diagnosis.render.scaling import render_scaling
-from lightning_gpuopt.diagnosis.render.what_if import render_forecast
+from lightning_gpuopt.diagnosis.render.what_if import render_forecast, render_scaling
 from lightning_gpuopt.diagnosis.scaling import given_link, scaling
 from lightning_gpuopt.diagnosis.what_if import WhatIf, what_if
 from tests.diagnosis.reports import before

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_gpuopt import StallDetector
-from lightning_gpuopt.watch.quiet_callbacks import QuietDetector
+from lightning_gpuopt.watch.factory import QuietDetector
 from tests.helpers import TinyModel, tiny_trainer
 
 RANK = int(os.environ.get("RANK", "0"))

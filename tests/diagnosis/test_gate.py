@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_gpuopt.diagnosis.compare import compare
-from lightning_gpuopt.diagnosis.gate import Gate, gate_of
-from lightning_gpuopt.diagnosis.render.data import comparison_data
+from lightning_gpuopt.diagnosis.compare import Gate, compare, comparison_data, gate_of
 from lightning_gpuopt.diagnosis.render.wording import gate_line
 from lightning_gpuopt.diagnosis.report import StallReport, Stretch
 from lightning_gpuopt.measurements.phases import StepTimes

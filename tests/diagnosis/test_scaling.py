@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.render.scaling import render_scaling
+from lightning_gpuopt.diagnosis.render.what_if import render_scaling
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.diagnosis.scaling import ASSUMED, Link, LinkForecast, scaling
 from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf

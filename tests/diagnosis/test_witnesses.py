@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.diagnosis.confidence import confidence_of, noise
+from lightning_gpuopt.diagnosis.diagnose import confidence_of, noise
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.witnesses import disagreement, idle_shares, witness_note
 from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes, StepLook

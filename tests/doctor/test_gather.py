@@ -15,7 +15,7 @@ import torch
 
 from lightning_gpuopt.doctor import cuda_probe, gather
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, MemoryRates
-from lightning_gpuopt.doctor.gather import CudaProbe, free_cpus, host_facts, memory_rates, torch_facts, versions_of
+from lightning_gpuopt.doctor.gather import ask_cuda, free_cpus, host_facts, memory_rates, torch_facts, versions_of
 from tests.helpers import Clock
 from tests.simulators.gpu import simulated_gpu
 from tests.simulators.nvml import Gpu, Simulator, hang
@@ -160,38 +160,37 @@ def test_versions_of_what_is_installed_only():
     assert list(found) == ["torch"]
 
 
-class TestCudaProbe:
+class TestAskCuda:
     FACTS = CudaFacts(
         True,
         ("sm_90",),
         (CudaDeviceFacts("H200", "0-1", (9, 0), CopyRates(55.0, 9.0, 5)), CudaDeviceFacts("H200", "0-2", (9, 0))),
     )
 
-    def probe(self, code: str) -> CudaProbe:
-        return CudaProbe([sys.executable, "-c", code])
+    def ask(self, code: str) -> CudaFacts:
+        return ask_cuda(60.0, [sys.executable, "-c", code])
 
     def test_what_it_prints_last_is_its_answer(self):
         line = json.dumps(asdict(self.FACTS))
-        probe = self.probe(f"print('a banner'); print({line!r})")
-        assert probe.result(60.0) == self.FACTS
+        assert self.ask(f"print('a banner'); print({line!r})") == self.FACTS
 
     @pytest.mark.matrix
     def test_the_real_one_on_a_build_without_cuda(self):
         if torch.cuda.is_available():
             pytest.skip("this machine has a GPU")
-        assert CudaProbe().result(120.0) == CudaFacts()
+        assert ask_cuda(120.0) == CudaFacts()
 
     def test_one_that_hangs_is_ended(self):
-        probe = self.probe("import time; time.sleep(600)")
-        assert probe.result(0.1) == CudaFacts(failure="CUDA has not answered within 0.1 s")
-        assert probe._process.returncode == -9
+        command = [sys.executable, "-c", "import time; time.sleep(600)"]
+        assert ask_cuda(0.1, command) == CudaFacts(failure="CUDA has not answered within 0.1 s")
+        assert not any(each.cmdline() == command for each in psutil.Process().children())
 
     def test_one_that_dies_is_a_line(self):
-        probe = self.probe("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-        assert probe.result(60.0) == CudaFacts(failure="the process that asks CUDA ended with code -11")
+        found = self.ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+        assert found == CudaFacts(failure="the process that asks CUDA ended with code -11")
 
     def test_one_that_prints_something_else_is_a_line(self):
-        assert self.probe("print('hello')").result(60.0).failure.startswith("the process that asks CUDA printed")
+        assert self.ask("print('hello')").failure.startswith("the process that asks CUDA printed")
 
 
 class TestOnASimulatedGpu:

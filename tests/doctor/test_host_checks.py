@@ -26,7 +26,7 @@ WELL = HostFacts(
 )
 
 
-def found(name: str, torch: TorchFacts | None = TORCH, gpus: int = 1, **facts: Any) -> Check:
+def found(name: str, torch: TorchFacts = TORCH, gpus: int = 1, **facts: Any) -> Check:
     return {check.name: check for check in host_checks(replace(WELL, **facts), torch, gpus)}[name]
 
 

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
 import json
+from functools import reduce
 
 from lightning_gpuopt.telemetry.keys import select_metrics
-from lightning_gpuopt.telemetry.window import Accumulator, DeviceWindow, Fleet, RankWindow, Stat
+from lightning_gpuopt.telemetry.window import DeviceWindow, Fleet, RankWindow, Stat
 
 
 def stat(*values: float) -> Stat:
-    accumulator = Accumulator()
-    for value in values:
-        accumulator.add(value, 1.0)
-    return accumulator.freeze()
+    first, *others = (Stat.of(value, 1.0) for value in values)
+    return reduce(Stat.merged, others, first)
 
 
 def device(index: int, utilization: Stat | None, ordinal: int | None = None, slot: int | None = None, **stats: Stat):
@@ -27,11 +26,9 @@ UTILIZATION = select_metrics(["utilization", "utilization_min", "utilization_max
 
 
 def test_a_mean_is_weighted_and_extremes_are_not():
-    accumulator = Accumulator()
-    accumulator.add(10.0, 1.0)
-    accumulator.add(40.0, 3.0)
-    assert accumulator.freeze() == Stat(total=130.0, weight=4.0, low=10.0, high=40.0)
-    assert accumulator.freeze().mean == 32.5
+    both = Stat.of(10.0, 1.0).merged(Stat.of(40.0, 3.0))
+    assert both == Stat(total=130.0, weight=4.0, low=10.0, high=40.0)
+    assert both.mean == 32.5
 
 
 def test_merging_windows_is_as_if_all_values_had_come_in_one():

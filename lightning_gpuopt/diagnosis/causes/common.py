@@ -28,7 +28,6 @@ def finding_of(
 
 
 def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]:
-    """Evidence of something that belongs to every step."""
     waterfall = measurement.waterfall
     evidence: dict[str, float | str] = {
         "ms_per_step": round(seconds / waterfall.steps * 1e3, 3),
@@ -38,7 +37,6 @@ def per_step(seconds: float, measurement: Measurement) -> dict[str, float | str]
 
 
 def host_evidence(measurement: Measurement) -> dict[str, float | None]:
-    """What the machine had left, in numbers."""
     host = measurement.host
     if host is None:
         return {}
@@ -70,7 +68,6 @@ def exposed_by(waterfall: Waterfall) -> dict[str, float | str]:
 
 
 def hook_name(name: str) -> str:
-    """A hook as people know it."""
     return "Lightning's _broadcast_sigterm_tensor" if name == SIGNAL_BROADCAST else name
 
 
@@ -80,7 +77,6 @@ def rounded(found: dict[str, float | None]) -> dict[str, float | str]:
 
 
 def percent_of(share: float | None) -> float | None:
-    """A share, 0-1, in percent."""
     return share * 100 if share is not None else None
 
 

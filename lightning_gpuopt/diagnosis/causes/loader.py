@@ -46,18 +46,13 @@ _SELDOM: Final = 0.3
 
 
 def data_findings(measurement: Measurement, threshold: float) -> Iterator[Finding]:
-    """Name what the wait for data is for."""
     for cause, share in data_shares(measurement, threshold).items():
         if share >= threshold:
             yield data_finding(cause, share, measurement)
 
 
 def data_shares(measurement: Measurement, threshold: float) -> dict[str, float]:
-    """Shares of the time that are the wait for data, by cause.
-
-    Each cause that explains a third of it is named, the largest with all the rest; where one would be below the
-    threshold, the largest has all.
-    """
+    """Shares of the time that are the wait for data, by cause; where one is below the threshold the largest has all."""
     causes, share, wait_s = explained_s(measurement), _data_share(measurement), measurement.times.phases["data_wait"]
     shares = {cause: share * seconds / (wait_s or 1.0) for cause, seconds in causes.items()}
     if min(shares.values()) < threshold or not wait_s:
@@ -73,7 +68,6 @@ def _data_share(measurement: Measurement) -> float:
 
 
 def data_finding(cause: str, share: float, measurement: Measurement) -> Finding:
-    """The finding of a cause with this share of the time."""
     settings = _settings(cause, measurement)
     step = storage_advice(cause, measurement)
     return Finding(
@@ -161,10 +155,7 @@ def _making(seconds: float, measurement: Measurement) -> dict[str, float]:
 
 
 def _handing_over(seconds: float, measurement: Measurement) -> dict[str, float]:
-    """Seconds of handing over, by cause: that, or CPUs that others use.
-
-    Workers that wait for a CPU for longer than they compute to hand batches over want for one.
-    """
+    """Seconds of handing over, by cause: that, or CPUs that others use, which workers wait for longer than it takes."""
     host, workers, loader = measurement.host, measurement.workers, measurement.loader
     cause, short_s = "worker_transfer", 0.0
     if host is not None and host.worker_queued is not None:
@@ -258,7 +249,6 @@ def kind_evidence(measurement: Measurement) -> dict[str, float | str]:
 
 
 def wait_evidence(measurement: Measurement) -> dict[str, float | None]:
-    """How long a step waits for data, in numbers."""
     times, waterfall = measurement.times, measurement.waterfall
     found: dict[str, float | None] = {
         "ms_per_step": times.phases["data_wait"] / times.steps * 1e3,

@@ -21,7 +21,6 @@ _NUMBER: Final = re.compile(r"== -?\d+(\.\d+)?\b")
 
 
 def garbage_collection(measurement: Measurement, threshold: float) -> Iterator[Finding]:
-    """Collections of garbage that the device waits for."""
     seconds = measurement.waterfall.wait(GARBAGE_COLLECTION)
     if _one_took_most(measurement) or measurement.waterfall.share(seconds) < threshold:
         return

@@ -118,8 +118,6 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
     return rounded(wait_evidence(measurement) | found | host_evidence(measurement)) | exposed_by(measurement.waterfall)
 
 
-# --- what to do --------------------------------------------------------------------------------------------------
-
 _BUILD: Final = "lightning-gpuopt lmdb build SRC DST"
 _SMALLER: Final = f"Build an LMDB of smaller images ({_BUILD} --image-size N), which DALIDataModule(DST) reads too"
 

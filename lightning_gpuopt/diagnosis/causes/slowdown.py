@@ -17,9 +17,17 @@ _FILES: Final = 16
 _THREADS: Final = 4  # growth of what the process holds that is worth a word
 _CLOCK: Final = 0.95
 
+_LOOK_AT: Final = {  # by the part that grows
+    "data_wait": "Look for a dataset that keeps what it reads, worker memory that is copied little by little (Python "
+    "lists in the dataset: use arrays), and storage that others use.",
+    "logging": "Look at what the logger keeps: flush it, log less, or in the background.",
+    GARBAGE_COLLECTION: "More and more Python objects are alive: look for lists, dicts and tensors that are never "
+    "dropped.",
+    GPU_WORK: "Look for longer sequences, graphs that are kept (retain_graph), and work that is added in each epoch.",
+}
+
 
 def slowdown(measurement: Measurement, growth: Growth, threshold: float) -> Iterator[Finding]:
-    """Steps that get slower over the run."""
     share = measurement.waterfall.share(growth.lost_s)
     if share < threshold:
         return
@@ -77,21 +85,6 @@ def _remedies(measurement: Measurement, growth: Growth, evidence: Mapping[str, f
     if "sm_clock_to_mhz" in evidence:
         yield "The GPU's clock fell meanwhile: look at its temperature and its power limit."
     if not measurement.grows:
-        yield _look_at(growth.part)
-
-
-def _look_at(part: str) -> str:
-    if part == "data_wait":
-        return (
-            "Look for a dataset that keeps what it reads, worker memory that is copied little by little (Python lists "
-            "in the dataset: use arrays), and storage that others use."
-        )
-    if part == "logging":
-        return "Look at what the logger keeps: flush it, log less, or in the background."
-    if part == GARBAGE_COLLECTION:
-        return "More and more Python objects are alive: look for lists, dicts and tensors that are never dropped."
-    if "." in part:
-        return f"Look for what {part} goes through or keeps, which grows from step to step."
-    if part == GPU_WORK:
-        return "Look for longer sequences, graphs that are kept (retain_graph), and work that is added in each epoch."
-    return "Look for a list, a hook or a graph that grows, and that the step goes through."
+        of_a_hook = f"Look for what {growth.part} goes through or keeps, which grows from step to step."
+        of_the_rest = "Look for a list, a hook or a graph that grows, and that the step goes through."
+        yield _LOOK_AT.get(growth.part, of_a_hook if "." in growth.part else of_the_rest)

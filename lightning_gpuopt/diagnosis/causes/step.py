@@ -25,7 +25,6 @@ from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
 
 _CAPPED: Final = 10.0  # percent of the time for which a power cap is worth a note
 
-
 _OFTEN: Final = 0.5  # from so many retries of the allocator a step on the host waits for it
 _FREE: Final = 0.2  # a single CPU with less than this left is full
 
@@ -137,7 +136,6 @@ def hyperparameters_note(kept: Sequence[str]) -> str:
 
 
 def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Finding]:
-    """The copy of batches to the device."""
     waterfall, pinned, ahead = measurement.waterfall, measurement.loader.pin_memory, measurement.ahead
     seconds = waterfall.wait("transfer")
     if waterfall.share(seconds) < threshold:
@@ -175,7 +173,6 @@ def host_to_device(measurement: Measurement, threshold: float) -> Iterator[Findi
 
 
 def copies_ahead_note(measurement: Measurement) -> str | None:
-    """How much of the copies CudaPrefetcher has hidden."""
     ahead = measurement.ahead
     if not ahead.copies or not measurement.waterfall.on_gpu:
         return None
@@ -206,9 +203,8 @@ def _retries_a_step(measurement: Measurement) -> float:
     records = [record for record in measurement.history if "alloc_retries" in record.held]
     if len(records) < 2:
         return 0.0
-    return (records[-1].held["alloc_retries"] - records[0].held["alloc_retries"]) / (
-        records[-1].end_step - records[0].end_step
-    )
+    first, last = records[0], records[-1]
+    return (last.held["alloc_retries"] - first.held["alloc_retries"]) / (last.end_step - first.end_step)
 
 
 def _one_full_cpu(measurement: Measurement) -> bool:
@@ -261,9 +257,8 @@ def _gpu_sync(measurement: Measurement, waterfall: Waterfall) -> Finding:
         if syncs.places:
             where = syncs.places[0][0]
             evidence["where"] = in_shares(syncs.places, syncs.count)
-    return finding_of(
-        "gpu_sync", waterfall.sync_s, measurement, evidence, CAUSES["gpu_sync"].advice.format(where=where)
-    )
+    advice = CAUSES["gpu_sync"].advice.format(where=where)
+    return finding_of("gpu_sync", waterfall.sync_s, measurement, evidence, advice)
 
 
 def _device_copies(measurement: Measurement, waterfall: Waterfall) -> Finding:

@@ -163,11 +163,7 @@ class _Gain:
         if self.steps is None:
             return found
         low, mid, high = (round(factor, 2) for factor in self.steps)
-        return found | {
-            "storage_step_speedup": mid,
-            "storage_step_speedup_low": low,
-            "storage_step_speedup_high": high,
-        }
+        return found | {"storage_step_speedup": mid, "storage_step_speedup_low": low, "storage_step_speedup_high": high}
 
     def __str__(self) -> str:
         steps = f", {self.steps[1]:.1f}x steps" if self.steps is not None else ""

@@ -14,8 +14,6 @@ GpusWaiting = Literal["all", "others", "none"]
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """One cause of waiting."""
-
     name: str  # as it stands in reports and in their JSON
     meaning: str  # a sentence for the top of a report
     advice: str  # ``{names}`` in it are filled in by the finding

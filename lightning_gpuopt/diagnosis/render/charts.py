@@ -64,7 +64,6 @@ class Chart:
 
 
 def color_of(phase: str) -> str:
-    """The colour of a phase, the same everywhere."""
     return PHASE_COLORS.get(phase, _UNKNOWN_PHASE)
 
 

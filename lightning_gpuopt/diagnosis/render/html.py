@@ -13,13 +13,7 @@ from lightning_gpuopt.diagnosis.causes.table import cause_of
 from lightning_gpuopt.diagnosis.compare import Comparison, compare
 from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render import wording
-from lightning_gpuopt.diagnosis.render.charts import (
-    Chart,
-    color_of,
-    comparison_chart,
-    step_time_chart,
-    timeline_chart,
-)
+from lightning_gpuopt.diagnosis.render.charts import Chart, color_of, comparison_chart, step_time_chart, timeline_chart
 
 _PACKAGE: Final = "lightning_gpuopt.diagnosis.render"
 _FOLDER: Final = "page"

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from lightning_gpuopt.diagnosis.where import title
 from lightning_gpuopt.measurements.code_location import Call, Sampled
 
 STACKS_FILE: Final = "stacks.speedscope.json"  # its name beside a report
 _SCHEMA: Final = "https://www.speedscope.app/file-format-schema.json"
 
 
-def speedscope(sampled: Sequence[Sampled], name: str = "lightning-gpuopt") -> dict[str, Any]:
+def speedscope(sampled: Sequence[Sampled]) -> dict[str, Any]:
     """One profile for each activity of each process, for :func:`json.dump`; weights are in seconds."""
     numbers: dict[Call, int] = {}
     profiles = []
@@ -30,10 +31,5 @@ def speedscope(sampled: Sequence[Sampled], name: str = "lightning-gpuopt") -> di
                 "weights": weights,
             }
         )
-    frames = [{"name": _title(call), "file": call.file, "line": call.line} for call in numbers]
-    return {"$schema": _SCHEMA, "name": name, "shared": {"frames": frames}, "profiles": profiles}
-
-
-def _title(call: Call) -> str:
-    inside = call.transform and call.transform not in call.name.split(".")
-    return f"{call.transform}: {call.name}" if inside else call.name
+    frames = [{"name": title(call), "file": call.file, "line": call.line} for call in numbers]
+    return {"$schema": _SCHEMA, "name": "lightning-gpuopt", "shared": {"frames": frames}, "profiles": profiles}

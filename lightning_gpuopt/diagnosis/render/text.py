@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -11,11 +11,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from lightning_gpuopt.diagnosis.compare import Comparison
+from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 from lightning_gpuopt.diagnosis.render import wording
-
-if TYPE_CHECKING:
-    from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.record import Finding, RunRecord
 
 _BAR_WIDTH: Final = 30
 

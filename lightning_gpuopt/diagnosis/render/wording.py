@@ -6,21 +6,17 @@ import os
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
-from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS
+from lightning_gpuopt.diagnosis.compare import Comparison, Gate
+from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS, Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
 from lightning_gpuopt.diagnosis.where import finding_name, is_in_user_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
+from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT
 from lightning_gpuopt.measurements.phases import BETWEEN_STEPS
-
-if TYPE_CHECKING:
-    from lightning_gpuopt.diagnosis.compare import Comparison
-    from lightning_gpuopt.diagnosis.gate import Gate
-    from lightning_gpuopt.diagnosis.record import Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
-    from lightning_gpuopt.measurements.loader_costs import Interval
 
 # share of the run that steps and their number may leave over before the report says which steps are meant
 _ADDS_UP: Final = 0.02
@@ -114,7 +110,6 @@ def deciding_evidence(finding: Finding) -> list[tuple[str, str]]:
 
 
 def deciding_facts(finding: Finding) -> str:
-    """:func:`deciding_evidence` in one line."""
     return ", ".join(f"{what} {value}" for what, value in deciding_evidence(finding))
 
 
@@ -157,7 +152,6 @@ def _both(steps: tuple[int, int]) -> str:
 
 
 def change_line(change: Change) -> str:
-    """What became of a change: what was predicted, what was measured, and whether it was kept."""
     parts = [f"predicted {gain(change.predicted)}"] if change.predicted is not None else []
     if change.measured is not None:
         parts.append(f"measured {speedup(change.measured)}")
@@ -281,13 +275,7 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
 def kernel_rows(report: RunRecord) -> list[tuple[str, ...]]:
     """The dearest kernels: name, kind, share, calls in a step, module."""
     return [
-        (
-            each.name,
-            each.kind.replace("_", " "),
-            percent(each.share),
-            number(each.calls_per_step),
-            each.module,
-        )
+        (each.name, each.kind.replace("_", " "), percent(each.share), number(each.calls_per_step), each.module)
         for each in report.kernels
     ]
 
@@ -300,9 +288,9 @@ def outlier_line(report: RunRecord) -> str | None:
     slowest = max(times.outliers, key=lambda each: each.seconds)
     (phase, _), *_ = Counter(each.phase for each in times.outliers).most_common(1)
     count = "1 step" if times.outlier_count == 1 else f"{times.outlier_count} steps"
-    return f"{count} took far longer than the rest; the slowest, step {slowest.step}, {duration(slowest.seconds)}. " + (
-        f"Most of them lost it in {phase}." if times.outlier_count > 1 else f"It lost it in {phase}."
-    )
+    longest = f"the slowest, step {slowest.step}, {duration(slowest.seconds)}"
+    who = "Most of them" if times.outlier_count > 1 else "It"
+    return f"{count} took far longer than the rest; {longest}. {who} lost it in {phase}."
 
 
 def gate_line(gate: Gate) -> str:
@@ -392,10 +380,6 @@ def phase_rows(report: RunRecord) -> list[tuple[str, float, list[str]]]:
     bases = [stretch for _, stretch in time_bases(report)]
     names = [name for name, seconds in report.phases.items() if seconds > 0 and report.wall_s > 0]
     return [
-        (
-            name,
-            bases[0].share(name),
-            [f"{duration(each.phases[name])} ({percent(each.share(name))})" for each in bases],
-        )
+        (name, bases[0].share(name), [f"{duration(each.phases[name])} ({percent(each.share(name))})" for each in bases])
         for name in sorted(names, key=bases[0].share, reverse=True)
     ]

@@ -19,7 +19,6 @@ _TRIMMED: Final = 100  # one in so many delays, the longest ones, may be another
 # of the time, threads of a process may hold its interpreter lock without waiting much for one another
 _FULL: Final = 0.8
 
-
 _BATCHES: Final = 256  # so many batches, the last ones, say how long slow samples take
 _RECURRING: Final = 3  # what so many samples take is usual: one or two may be files that were opened for the first time
 # of the times between two batches, the longest ones: waits for slow samples, validation, the end of an epoch
@@ -39,7 +38,6 @@ class LookAhead:
         self._noted_ns = now_ns
 
     def batches(self) -> int:
-        """The number."""
         work, longest, since = ([each[of] for each in self._last] for of in range(3))
         slow_ns = heapq.nlargest(_RECURRING, longest)[-1] if len(longest) >= _RECURRING else 0
         made_ns = sum(work) / len(work)
@@ -57,7 +55,6 @@ class Costs:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Begin to measure."""
         self._delays_ns: list[int] = []
         self._is_over = False
         self._thread = threading.Thread(target=self._ask_for_lock, daemon=True)
@@ -68,7 +65,6 @@ class Costs:
         self._ran_ns, self._began_ns = _ran_ns(), time.perf_counter_ns()
 
     def end(self) -> None:
-        """End, where it has begun."""
         if self._thread is None:
             return
         took_ns, ran_ns, self._is_over = time.perf_counter_ns() - self._began_ns, _ran_ns(), True

@@ -40,7 +40,6 @@ class _Drawn:
         self._indices: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def draw(self, indices: Iterator[Any]) -> None:
-        """Draw those of one more batch."""
         try:
             self._indices.put((next(indices), None))
         except Exception as error:  # StopIteration, or what the sampler raises
@@ -224,7 +223,6 @@ class _Nothing:
     """A queue in which nothing lies: `_task_info` has the batches."""
 
     def qsize(self) -> int:
-        """Nothing."""
         return 0
 
 

@@ -28,7 +28,6 @@ class Column(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one sample's part."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -62,7 +61,6 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a sample."""
         return sum(column.row_bytes for column in self.columns)
 
     def starts(self, size: int) -> tuple[list[int], int]:
@@ -76,11 +74,10 @@ class Layout:
     def arrays(self, memory: Any, size: int) -> list[Array]:
         """The columns of a batch of `size` samples in memory, ``[size, *shape]``, as words that numpy knows."""
         starts, _ = self.starts(size)
-        found = []
-        for column, start in zip(self.columns, starts, strict=True):
-            dtype = _numpy(column.dtype)
-            found.append(np.ndarray((size, *column.shape), dtype, memory, start))
-        return found
+        return [
+            np.ndarray((size, *column.shape), _numpy(column.dtype), memory, start)
+            for column, start in zip(self.columns, starts, strict=True)
+        ]
 
     def tensors(self, memory: Any, size: int, count: int) -> list[torch.Tensor]:
         """The first `count` rows of each column, as they are in the batch; each of them holds `memory`."""
@@ -96,13 +93,11 @@ class Layout:
         return found
 
     def placer(self, arrays: list[Array]) -> Placer:
-        """What puts samples into these arrays."""
         if self._tree is None:
             return lambda sample, row: False
         return _placer(self._tree, self.columns, arrays)
 
     def assemble(self, columns: list[torch.Tensor]) -> Any:
-        """A batch of its columns."""
         return _assembled(self._tree, columns) if self._assemble is None else self._assemble(columns)
 
     def sample(self, arrays: list[Array], row: int) -> Any:
@@ -140,10 +135,9 @@ def _tree(sample: Any, batch: Any, columns: list[Column]) -> tuple[Any, ...]:
     if kind is np.ndarray and sample.dtype.isnative and _numpy(batch.dtype) == sample.dtype:
         columns.append(_column(batch))
         return "array", len(columns) - 1
-    if kind in _NUMBERS and batch.dtype == _NUMBERS[kind] and batch.dim() == 1:
-        columns.append(_column(batch))
-        return "number", kind, len(columns) - 1
-    if issubclass(kind, np.generic) and np.can_cast(sample.dtype, _numpy(batch.dtype)) and batch.dim() == 1:
+    is_number = batch.dtype == _NUMBERS.get(kind)
+    is_number = is_number or (issubclass(kind, np.generic) and np.can_cast(sample.dtype, _numpy(batch.dtype)))
+    if is_number and batch.dim() == 1:
         columns.append(_column(batch))
         return "number", kind, len(columns) - 1
     raise _Other
@@ -208,7 +202,8 @@ def _placer(tree: tuple[Any, ...], columns: list[Column], arrays: list[Array]) -
 
 def _tensor_placer(column: Column, array: Array) -> Placer:
     shape, dtype = torch.Size(column.shape), column.dtype
-    words = None if _numpy_knows(dtype) else WORDS[dtype.itemsize]
+    is_numpys = np.dtype(_numpy(dtype)).name == str(dtype).removeprefix("torch.")
+    words = None if is_numpys else WORDS[dtype.itemsize]
 
     def place_tensor(sample: Any, row: int) -> bool:
         if type(sample) is not torch.Tensor or sample.dtype != dtype or not is_plain(sample):
@@ -224,10 +219,6 @@ def _tensor_placer(column: Column, array: Array) -> Placer:
         return True
 
     return place_tensor
-
-
-def _numpy_knows(dtype: torch.dtype) -> bool:
-    return bool(np.dtype(_numpy(dtype)).name == str(dtype).removeprefix("torch."))
 
 
 def _text_placer(kind: Any, array: Array) -> Placer:

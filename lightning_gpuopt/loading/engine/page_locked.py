@@ -27,7 +27,6 @@ class PinnableMapping(mmap.mmap):
 
     @property
     def is_registered(self) -> bool:
-        """Whether this process has registered it."""
         return self._registered_by == os.getpid()
 
     def register(self) -> None:

@@ -21,7 +21,7 @@ from lightning_gpuopt.compat.fetchers import is_wrapped
 from lightning_gpuopt.loading.datasets import sample_name
 from lightning_gpuopt.loading.engine.costs import Costs
 from lightning_gpuopt.loading.engine.layout import Layout
-from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess, run
+from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess
 from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, SKIPPED, Control, SharedFile
 
 _ALIVE_MS: Final = 5_000  # milliseconds between two looks whether processes live, where nothing comes
@@ -29,10 +29,9 @@ _LOOK_MS: Final = 1_000  # milliseconds between two looks for samples that nobod
 
 
 class LoaderPool:
-    """Loader processes: they take samples, one by one, out of a pipe, and say which batches are done in another.
+    """Loader processes: they take samples out of a pipe, and say which batches are done in another.
 
-    Once they have been given something to read, all but `resize` and `end` is for one thread, which calls `wait` again
-    and again.
+    Once they read, all but `resize` and `end` is for one thread, which calls `wait` again and again.
     """
 
     def __init__(self, loader: Any, control: Control, blocks: SharedFile, base_seed: int, most_threads: int) -> None:
@@ -73,7 +72,6 @@ class LoaderPool:
 
     @property
     def running(self) -> list[Any]:
-        """The processes that have not ended."""
         return [process for process in self.processes if process.sentinel in self._behind]
 
     @property
@@ -92,14 +90,12 @@ class LoaderPool:
         self._poll.unregister(fd)
         return True
 
-    # -- processes
-
     def add(self, count: int) -> None:
         """Start processes. They wait for what `send` is given."""
         for worker in range(len(self.processes), len(self.processes) + count):
             here, there = self._context.Pipe()
             self._connections.append(here)
-            process = self._context.Process(target=run, args=(self._work, worker, there), daemon=True)
+            process = self._context.Process(target=self._work.run, args=(worker, there), daemon=True)
             process.start()
             there.close()
             self.processes.append(process)
@@ -166,8 +162,6 @@ class LoaderPool:
             with contextlib.suppress(OSError):  # it is closed already
                 connection.close()
 
-    # -- what is to be read
-
     def ask(self, sequence: int, row: int, rows: int) -> None:
         """Have a batch read, from `row` on, by tickets of so many rows; its indices are in its slot."""
         slot = sequence % self._slots
@@ -210,10 +204,7 @@ class LoaderPool:
         self._sent.clear()
         self._errors.clear()
 
-    # -- what has been read
-
     def wait(self) -> None:
-        """Wait until something has come, and see to it."""
         limit_ms = _ALIVE_MS if self.dead is None else _LOOK_MS if self.running else 0
         events = self._poll.poll(limit_ms)
         for fd, _ in events:
@@ -245,7 +236,6 @@ class LoaderPool:
         return sent, self._errors.pop(sequence, None) or next(raised, None)
 
     def _receive(self) -> None:
-        """Take in which batches are done."""
         with contextlib.suppress(BlockingIOError):
             for (sequence,) in DONE.iter_unpack(os.read(self._done.fd, 512 * DONE.size)):
                 if sequence >= self.given:  # two may have finished it
@@ -262,8 +252,6 @@ class LoaderPool:
         except (EOFError, OSError):  # its death is seen by its sentinel
             with contextlib.suppress(OSError):
                 self._unwatch(connection.fileno())
-
-    # -- deaths
 
     def _died(self, worker: int) -> None:
         """A process has ended: what it was reading is lost."""

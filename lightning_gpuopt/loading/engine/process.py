@@ -26,7 +26,6 @@ from lightning_gpuopt.timeline.worker_clock import clock_of
 TICKET: Final = struct.Struct("<HHI")
 DONE: Final = struct.Struct("<q")  # what a thread says of a batch whose last sample is in: its sequence
 
-
 _FIRST_S: Final = 0.05  # so many seconds of samples, but no more than a batch, show what they cost
 SENT: Final = struct.Struct("<qq")  # what stands before something that is sent: the batch's sequence, and the row
 # what one of the processes gets in place of the layout, which it is then to find
@@ -35,8 +34,6 @@ READ_FIRST: Final = "read the first sample"
 
 @dataclass
 class LoaderProcess:
-    """What a loader process gets."""
-
     samples: Any
     # the loader's; it makes the first sample's batch, and others wrap it to time workers
     collate_fn: Callable[[Any], Any]
@@ -176,7 +173,6 @@ class LoaderProcess:
         os.write(self.done.fd, DONE.pack(sequence))
 
     def put(self, slot: int, row: int, sample: Any) -> None:
-        """Put a sample into its row."""
         if isinstance(sample, Skipped):
             self._send(slot, row, sample)
             self.control.set_state(slot, row, 1, SKIPPED)
@@ -232,7 +228,6 @@ class _Rows:
         return len(self._process.samples)
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read samples."""
         process, slot, row = self._process, self.slot, self.first
         _, count, epoch, first, *_ = process.control.slots[slot].tolist()
         if row == 0:
@@ -246,7 +241,6 @@ class _FirstRows(_Rows):
     """The same where it is not known yet what their layout is."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read samples."""
         process = self._process
         _, _, epoch, first, *_ = process.control.slots[0].tolist()
         return [process.samples.read(index, epoch, first + self.first) for index in each_of(indices)]
@@ -256,7 +250,6 @@ class _Records(_Rows):
     """The same of equal records, many of which are copied at once."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
-        """Read records."""
         control, slot = self._process.control, self.slot
         _, count, _, _, block, *_ = control.slots[slot].tolist()
         if self.first == 0:
@@ -264,8 +257,3 @@ class _Records(_Rows):
         arrays, _ = self._process.places(block)
         self._process.samples.read_into(indices, arrays, self.first, block)
         control.set_state(slot, self.first, len(indices), PLACED)
-
-
-def run(work: LoaderProcess, worker: int, connection: Connection) -> None:
-    """A loader process's ``main``; see `LoaderProcess.run`."""
-    work.run(worker, connection)

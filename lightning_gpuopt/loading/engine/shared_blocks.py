@@ -52,7 +52,6 @@ class SharedFile:
 
     @classmethod
     def in_memory(cls, name: str, size: int = 0) -> SharedFile:
-        """A new file that lies in memory."""
         file = cls(os.memfd_create(f"gpuopt-{name}", os.MFD_CLOEXEC))
         os.ftruncate(file.fd, size)
         return file
@@ -90,7 +89,6 @@ class Control:
         self._thread_lock = threading.Lock()
 
     def open(self, slot: int, sequence: int, indices: list[int], epoch: int, first: int, block: int) -> None:
-        """Say what a slot's next batch is made of."""
         count = len(indices)
         self.indices[slot, :count] = indices
         start = self._states + slot * self._batch_size
@@ -98,12 +96,10 @@ class Control:
         self.slots[slot] = sequence, count, epoch, first, block, 0, 0
 
     def set_state(self, slot: int, row: int, count: int, state: int) -> None:
-        """Set the state of rows."""
         start = self._states + slot * self._batch_size + row
         self.bytes[start : start + count] = bytes((state,)) * count
 
     def states(self, slot: int, count: int) -> bytes:
-        """The states of a slot's first rows."""
         start = self._states + slot * self._batch_size
         return self.bytes[start : start + count]
 
@@ -136,15 +132,12 @@ class Blocks:
         self._maps: dict[int, PinnableMapping] = {}
 
     def map(self, number: int) -> PinnableMapping:
-        """A block, as this process sees it."""
         if number not in self._maps:
             self._maps[number] = PinnableMapping(self.file.fd, self.num_bytes, offset=number * self.num_bytes)
         return self._maps[number]
 
 
 class _Lent:
-    """A block that was handed over."""
-
     __slots__ = ("copied", "holder", "number")
 
     def __init__(self, number: int, memory: memoryview, may_be_read: bool) -> None:
@@ -326,7 +319,6 @@ def streams_here() -> tuple[Any, ...]:
 
 _rings: Final[weakref.WeakSet[BlockRing]] = weakref.WeakSet()
 
-
 _LOADERS: Final = frozenset({"torch.utils.data.dataloader", "lightning_gpuopt.loading.engine.iterator"})
 
 
@@ -338,10 +330,6 @@ def _before_fork() -> None:
     _ends.extend(end for ring in list(_rings) if (end := ring.forking()) is not None)
 
 
-def _after_fork_here() -> None:
-    _ends.clear()
-
-
 _ends: Final[list[SharedFile]] = []  # kept in a process that was forked, for as long as it lives
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_here)
+    os.register_at_fork(before=_before_fork, after_in_parent=_ends.clear)

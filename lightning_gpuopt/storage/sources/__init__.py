@@ -6,9 +6,18 @@ import os
 from pathlib import Path
 from typing import Any
 
+from lightning_gpuopt.images.files import class_names
 from lightning_gpuopt.storage.format import MANIFEST, foreign_lmdb
+from lightning_gpuopt.storage.sources.arrays import NumpySource
 from lightning_gpuopt.storage.sources.base import Source, expand
+from lightning_gpuopt.storage.sources.datasets import OwnSource, from_dataset
+from lightning_gpuopt.storage.sources.folder import FolderSource
+from lightning_gpuopt.storage.sources.hdf5 import HDF5Source
+from lightning_gpuopt.storage.sources.parquet import ParquetSource
+from lightning_gpuopt.storage.sources.pickled import ForeignSource
 from lightning_gpuopt.storage.sources.tar_index import Indexing
+from lightning_gpuopt.storage.sources.tars import TarSource
+from lightning_gpuopt.storage.sources.tensors import SafetensorsSource, SavedSource
 
 __all__ = ["Source", "open_source"]
 
@@ -23,8 +32,6 @@ def open_source(source: Any, *, allow_pickle: bool = False, indexing: Indexing |
         return _from_path(os.fspath(source), allow_pickle, indexing)
     if isinstance(source, (list, tuple)) and source and all(isinstance(s, (str, os.PathLike)) for s in source):
         return _from_files([path for s in source for path in expand(os.fspath(s))], repr(source), indexing)
-    from lightning_gpuopt.storage.sources.datasets import from_dataset
-
     return from_dataset(source)
 
 
@@ -32,19 +39,12 @@ def _from_path(path: str, allow_pickle: bool, indexing: Indexing | None) -> Sour
     if not os.path.lexists(path):
         return _from_files(expand(path), path, indexing)
     if foreign_lmdb(Path(path)) is not None:
-        from lightning_gpuopt.storage.sources.pickled import ForeignSource
-
         return ForeignSource(path, allow_pickle)
     if not os.path.isdir(path):
         return _from_files([path], path, indexing)
     names = sorted(os.listdir(path))
     if MANIFEST in names:
-        from lightning_gpuopt.storage.sources.datasets import OwnSource
-
         return OwnSource(path)
-    from lightning_gpuopt.images.files import class_names
-    from lightning_gpuopt.storage.sources.folder import FolderSource
-
     for extension in (".tar", ".parquet"):
         files = [os.path.join(path, n) for n in names if n.lower().endswith(extension) and not n.startswith(".")]
         if files and extension == ".tar" and class_names(path)[0]:
@@ -68,12 +68,8 @@ def _from_files(paths: list[str], given: str, indexing: Indexing | None) -> Sour
     if kinds:
         raise ValueError(f"{given}: files of several kinds ({', '.join(sorted({kind, *kinds}))}); give one kind")
     if kind == ".tar":
-        from lightning_gpuopt.storage.sources.tars import TarSource
-
         return TarSource(paths, indexing)
     if kind == ".parquet":
-        from lightning_gpuopt.storage.sources.parquet import ParquetSource
-
         return ParquetSource(paths)
     if len(paths) > 1:
         raise ValueError(f"{given}: {len(paths)} files; only *.tar and *.parquet are read several at a time")
@@ -82,20 +78,12 @@ def _from_files(paths: list[str], given: str, indexing: Indexing | None) -> Sour
 
 def _from_file(path: str, kind: str) -> Source:
     if kind in (".h5", ".hdf5"):
-        from lightning_gpuopt.storage.sources.hdf5 import HDF5Source
-
         return HDF5Source(path)
     if kind in (".npy", ".npz"):
-        from lightning_gpuopt.storage.sources.arrays import NumpySource
-
         return NumpySource(path)
     if kind in (".pt", ".pth"):
-        from lightning_gpuopt.storage.sources.tensors import SavedSource
-
         return SavedSource(path)
     if kind == ".safetensors":
-        from lightning_gpuopt.storage.sources.tensors import SafetensorsSource
-
         return SafetensorsSource(path)
     if kind == ".tgz" or (kind in (".gz", ".bz2", ".xz", ".zst") and ".tar" in os.path.basename(path).lower()):
         raise ValueError(f"{path}: a compressed tar, whose samples cannot be read one by one; decompress it first")

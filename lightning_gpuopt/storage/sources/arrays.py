@@ -16,8 +16,6 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class _Header:
-    """What the head of a .npy file tells."""
-
     def __init__(self, stream: IO[bytes], where: str) -> None:
         try:
             version = npy_format.read_magic(stream)
@@ -96,7 +94,6 @@ class NumpySource(RowSource):
         return open(self.path, "rb", buffering=0)
 
     def read(self, index: int) -> Any:
-        """The row, or one of each array."""
         if not self._is_npz and not (header := self._headers[""]).fortran:
             return self._read_row(header, index)
         rows = {name: np.array(array[index], order="C")[()] for name, array in self._arrays.get().items()}
@@ -111,13 +108,11 @@ class NumpySource(RowSource):
         return np.frombuffer(data, header.dtype, count=-1 if size else 0).reshape(header.shape[1:])[()]
 
     def close(self) -> None:
-        """Close the file, and give up what was loaded."""
         self._arrays.forget()
         if (stream := self._file.forget()) is not None:
             stream.close()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Shapes, dtypes and the file's size."""
         return super().fingerprint() | {
             "file_bytes": os.path.getsize(self.path),
             "arrays": {name: [list(header.shape), str(header.dtype)] for name, header in self._headers.items()},

@@ -72,7 +72,6 @@ class RowSource(Source):
         return self._length
 
     def name(self, index: int) -> str:
-        """The row."""
         return f"row {index}"
 
 
@@ -85,7 +84,6 @@ class PerProcess(Generic[T]):
         self._value: T | None = None
 
     def get(self) -> T:
-        """The thing itself."""
         if self._value is None or self._pid != os.getpid():
             self._value, self._pid = self._opener(), os.getpid()
         return self._value
@@ -137,7 +135,6 @@ def read_image(path: str) -> EncodedImage:
 
 
 def digest(parts: Iterable[bytes]) -> str:
-    """A hash of bytes, for fingerprints."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)
@@ -191,7 +188,5 @@ def _braces(pattern: str) -> list[str]:
 
 
 def missing_extra(package: str, error: ImportError) -> ImportError:
-    """The error for a package that only some sources need."""
-    return ImportError(
-        f'this source needs {package} ({error}); install it with: pip install "lightning-gpuopt[sources]"'
-    )
+    what = f'this source needs {package} ({error}); install it with: pip install "lightning-gpuopt[sources]"'
+    return ImportError(what)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -13,15 +15,13 @@ from torch.utils.data import Subset
 
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.errors import is_bad_image, reason_of
-from lightning_gpuopt.images.files import Strings
+from lightning_gpuopt.images.files import Strings, about_bytes
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
-from lightning_gpuopt.storage.shard import ShardReader, locate, open_shard
+from lightning_gpuopt.storage.shard import ShardReader, open_shard
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, folder_of, read_image
-
-_SIZES: Final = 512  # files looked at to know about how large they all are
 
 
 def from_dataset(dataset: Any) -> Source:
@@ -76,11 +76,9 @@ class DatasetSource(Source):
         return self._length
 
     def name(self, index: int) -> str:
-        """The index."""
         return f"{self.path}[{index}]"
 
     def read(self, index: int) -> Any:
-        """What the dataset gives."""
         try:
             return self._dataset[index]
         except Exception as error:
@@ -114,33 +112,25 @@ class FilesSource(Source):
         root = os.path.join(os.fspath(root), "") if isinstance(root, (str, os.PathLike)) else ""
         self._root = root if root and all(each.startswith(root) for each in folders) else folder_of(folders)
         self._labels = np.array([label for _, label in dataset.samples], np.int64)
-        looked_at = range(0, len(self), max(1, len(self) // _SIZES))
-        sampled_bytes = sum(os.path.getsize(f) for i in looked_at if os.path.exists(f := self._files[i]))
-        self.num_bytes = sampled_bytes * len(self) // len(looked_at)
+        self.num_bytes = about_bytes(len(self), self._files.__getitem__)
 
     def __len__(self) -> int:
         return len(self._files)
 
     def name(self, index: int) -> str:
-        """The file."""
         return self._files[index]
 
     def identity(self, index: int) -> bytes:
-        """The file's path within the folder of all, and its label."""
         return b"%s\0%d" % (os.fsencode(self._files[index][len(self._root) :]), self._labels[index])
 
-    def _tail(self, index: int) -> bytes:
-        return os.fsencode(os.sep.join(self._files[index].split(os.sep)[-2:]))
-
     def read(self, index: int) -> tuple[EncodedImage, int]:
-        """The image file and its label."""
         return read_image(self._files[index]), int(self._labels[index])
 
     def fingerprint(self) -> dict[str, Any]:
         """Names of the files, folders above their own left out, and the labels."""
-        tails = (self._tail(i) + b"\0" for i in range(len(self)))
-        labels = digest([self._labels.tobytes()])
-        return super().fingerprint() | {"names": digest(tails), "labels": labels}
+        tails = (os.sep.join(self._files[i].split(os.sep)[-2:]) for i in range(len(self)))
+        names = digest(os.fsencode(tail) + b"\0" for tail in tails)
+        return super().fingerprint() | {"names": names, "labels": digest([self._labels.tobytes()])}
 
 
 def _gives_files(dataset: Any) -> bool:
@@ -198,19 +188,15 @@ class SubsetSource(Source):
         return len(self._indices)
 
     def name(self, index: int) -> str:
-        """What the whole source calls it."""
         return self._source.name(int(self._indices[index]))
 
     def read(self, index: int) -> Any:
-        """The sample of the whole source."""
         return self._source.read(int(self._indices[index]))
 
     def fingerprint(self) -> dict[str, Any]:
-        """The whole source's, and which samples."""
         return self._source.fingerprint() | {"num_samples": len(self), "subset": digest([self._indices.tobytes()])}
 
     def close(self) -> None:
-        """Close the whole source."""
         self._source.close()
 
 
@@ -224,11 +210,7 @@ class OwnSource(Source):
         self._manifest = Manifest.load(Path(path))
         if not self._manifest.num_samples:
             raise ValueError(f"{path}: there is no sample in it")
-        self._starts: list[int] = []
-        total = 0
-        for shard in self._manifest.shards:
-            self._starts.append(total)
-            total += shard.num_samples
+        self._starts = [0, *accumulate(shard.num_samples for shard in self._manifest.shards)][:-1]
         self._shards: PerProcess[dict[int, ShardReader]] = PerProcess(dict)
         self.classes = self._manifest.classes
         self.num_bytes = self._manifest.num_bytes
@@ -237,15 +219,12 @@ class OwnSource(Source):
         return self._manifest.num_samples
 
     def name(self, index: int) -> str:
-        """The index."""
         return f"sample {index}"
 
     def read(self, index: int) -> Any:
-        """The sample as it was written."""
-        at, within = locate(self._starts, index)
+        at = bisect_right(self._starts, index) - 1
         try:
-            shard = self._shard(at)
-            return shard.read(within, codec.EncodedImage, verify=True)
+            return self._shard(at).read(index - self._starts[at], codec.EncodedImage, verify=True)
         except DamagedError as error:
             name = self._manifest.shards[at].name
             raise DamagedError(
@@ -259,9 +238,7 @@ class OwnSource(Source):
         return shards[at]
 
     def close(self) -> None:
-        """Close the shards."""
         self._shards.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Its manifest."""
         return super().fingerprint() | {"manifest": digest([self._manifest.to_json().encode()])}

@@ -26,15 +26,12 @@ class FolderSource(Source):
         return len(self._files)
 
     def name(self, index: int) -> str:
-        """The file's path within the folder."""
         return self._files.name(index)
 
     def identity(self, index: int) -> bytes:
-        """The file's path within the folder, and its label."""
         return b"%s\0%d" % (os.fsencode(self.name(index)), self._files.label(index))
 
     def read(self, index: int) -> tuple[EncodedImage, int]:
-        """The image file and its label."""
         return read_image(os.path.join(self._files.path, self._files.name(index))), self._files.label(index)
 
     def fingerprint(self) -> dict[str, Any]:

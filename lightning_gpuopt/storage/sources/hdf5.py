@@ -47,7 +47,6 @@ class _Column:
         self._pid = 0
 
     def row(self, dataset: h5py.Dataset, index: int) -> Any:
-        """A row, as it is stored."""
         if self._block is None or self._pid != os.getpid() or not 0 <= index - self._first < len(self._block):
             source = dataset.asstr(errors="surrogateescape") if self.is_text else dataset
             self._first = index - index % self._rows
@@ -92,7 +91,6 @@ class HDF5Source(RowSource):
         return h5py.File(self.path, "r", rdcc_nbytes=_CHUNK_CACHE_BYTES)
 
     def read(self, index: int) -> Any:
-        """The row, or one of each dataset."""
         with reading(self.path, f"row {index} cannot be read", _NOT_OF_DAMAGE):
             file = self._file.get()
             rows = {column.name: column.row(file[column.name], index) for column in self._columns}
@@ -100,16 +98,13 @@ class HDF5Source(RowSource):
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
     def parts(self) -> list[str]:
-        """The names of the datasets."""
         return [column.name for column in self._columns]
 
     def close(self) -> None:
-        """Close the file."""
         if (file := self._file.forget()) is not None:
             file.close()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Shapes, dtypes and the file's size."""
         return super().fingerprint() | {
             "file_bytes": os.path.getsize(self.path),
             "datasets": {column.name: [list(column.shape), str(column.dtype)] for column in self._columns},

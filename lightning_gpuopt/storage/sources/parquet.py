@@ -6,6 +6,7 @@ import json
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -72,7 +73,7 @@ class ParquetSource(RowSource):
         self.classes = _classes(schema)
         with reading(paths[self._groups[0][0]], f"row group {self._groups[0][1]} cannot be read"):
             self._image_columns = self._find_images(schema)
-        self._reader: PerProcess[_Reader] = PerProcess(self._make_reader)
+        self._reader: PerProcess[_Reader] = PerProcess(partial(_Reader, self))
 
     def _open(self, number: int) -> pq.ParquetFile:
         try:
@@ -81,9 +82,6 @@ class ParquetSource(RowSource):
             raise missing_extra("pyarrow", error) from error
         # Without a buffer the chunks of a whole row group would be read at once.
         return pq.ParquetFile(self._paths[number], pre_buffer=False, buffer_size=1 << 20)
-
-    def _make_reader(self) -> _Reader:
-        return _Reader(self)
 
     def _find_images(self, schema: pa.Schema) -> dict[str, Convert]:
         """The columns of images and how to get an image's bytes: told by their type, or by what they begin with."""
@@ -102,7 +100,6 @@ class ParquetSource(RowSource):
         return found
 
     def batches(self, file: int, group: int) -> Iterator[pa.RecordBatch]:
-        """The rows of a row group, some at a time."""
         with self._open(file) as opened:
             yield from opened.iter_batches(batch_size=self._batch_rows, row_groups=[group], use_threads=False)
 
@@ -112,7 +109,6 @@ class ParquetSource(RowSource):
         return *self._groups[at], at, index - self._group_starts[at]
 
     def read(self, index: int) -> Any:
-        """The row as a dict."""
         file, group, _, _ = self.position(index)
         path, row = self._paths[file], f"row {index - self._file_starts[file]}"
         with reading(path, f"{row} (row group {group}) cannot be read"):
@@ -128,28 +124,21 @@ class ParquetSource(RowSource):
         return with_kinds(sample, several=len(self._image_columns) > 1, kinds=self.kinds)
 
     def name(self, index: int) -> str:
-        """The row; of several files, the file too."""
         if len(self._paths) == 1:
             return super().name(index)
         file = self.position(index)[0]
         return f"{self._paths[file]}: row {index - self._file_starts[file]}"
 
     def identity(self, index: int) -> bytes:
-        """The file's name and size, and the row in it."""
         file = self.position(index)[0]
         row = index - self._file_starts[file]
         return repr((self._short_names[file], self._file_bytes[file], row)).encode()
 
     def close(self) -> None:
-        """Close the file that is being read."""
         self._reader.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Columns, row groups and the files' sizes."""
-        return super().fingerprint() | {
-            "file_bytes": self._file_bytes,
-            "columns": digest([self._schema.encode()]),
-        }
+        return super().fingerprint() | {"file_bytes": self._file_bytes, "columns": digest([self._schema.encode()])}
 
 
 class _Reader:

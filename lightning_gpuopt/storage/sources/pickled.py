@@ -7,6 +7,7 @@ import os
 import pickle
 import struct
 from array import array
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -21,7 +22,6 @@ from lightning_gpuopt.storage.sources.prepare import find_images
 # mdb.c of LMDB 0.9, MDB_meta: after a page header of 16 bytes magic, version, address and size of the map, then twice
 # what is known of a table (48 bytes, the first begins with the page size), last page, last transaction.
 _META: Final = struct.Struct("<16xII16xI44x48xQQ")
-
 
 _PICKLE: Final = b"\x80"  # what every pickle since protocol 2 begins with
 
@@ -40,14 +40,10 @@ class ForeignSource(Source):
         self.kind = "pickled lmdb" if allow_pickle else "lmdb"
         self._allow_pickle = allow_pickle
         _refuse_truncated(path)
-        self._blob, ends, self.classes, self.num_bytes = _in_child(path, allow_pickle)
-        self._ends = ends
-        self._env: PerProcess[Any] = PerProcess(self._open)
+        self._blob, self._ends, self.classes, self.num_bytes = _in_child(path, allow_pickle)
+        self._env: PerProcess[Any] = PerProcess(partial(open_readonly, path))
         if not len(self):
             raise ValueError(f"{path}: there is no sample in it")
-
-    def _open(self) -> Any:
-        return open_readonly(self.path)
 
     def __len__(self) -> int:
         return len(self._ends)
@@ -56,7 +52,6 @@ class ForeignSource(Source):
         return self._blob[self._ends[index - 1] if index else 0 : self._ends[index]]
 
     def name(self, index: int) -> str:
-        """The key."""
         return f"key {self._key(index)!r}"
 
     def read(self, index: int) -> Any:
@@ -81,12 +76,10 @@ class ForeignSource(Source):
             ) from None
 
     def close(self) -> None:
-        """Close the LMDB."""
         if (env := self._env.forget()) is not None:
             env.close()
 
     def fingerprint(self) -> dict[str, Any]:
-        """The keys and the bytes of all values."""
         return super().fingerprint() | {
             "keys": digest([self._blob, self._ends.tobytes()]),
             "file_bytes": os.path.getsize(_file(self.path)),

@@ -7,15 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from lightning_gpuopt.images.checks import (
-    BadImage,
-    PILErrors,
-    check_image,
-    decode_in_full,
-    looks_like_image,
-    shrink_image,
-    shrunk_size,
-)
+from lightning_gpuopt.images import checks
 from lightning_gpuopt.images.decode import decode_pil
 from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.codec import EncodedImage
@@ -42,7 +34,7 @@ def prepare(sample: Any, options: ImageOptions) -> Any:
     if kind is dict:
         return {key: _prepare_entry(key, value, options) for key, value in sample.items()}
     if isinstance(sample, Image.Image):
-        with PILErrors(None):
+        with checks.pil_errors(None):
             data = codec.image_bytes(sample)
         return _prepare_image(EncodedImage(data, None if sample.mode == "RGB" else sample.mode), options)
     return sample
@@ -51,24 +43,24 @@ def prepare(sample: Any, options: ImageOptions) -> Any:
 def _prepare_entry(key: Any, value: Any, options: ImageOptions) -> Any:
     try:
         return prepare(value, options)
-    except BadImage as error:
-        raise BadImage(f"{key}: {error}") from None
+    except checks.BadImage as error:
+        raise checks.BadImage(f"{key}: {error}") from None
 
 
 def _prepare_image(image: EncodedImage, options: ImageOptions) -> EncodedImage:
     if options.size is None:
-        check_image(image)
+        checks.check_image(image)
         if options.decode:
-            decode_in_full(image)
+            checks.decode_in_full(image)
         return image
     if image.mode is None:
-        return EncodedImage(shrink_image(image, options.size, options.quality))
-    with PILErrors(image):
+        return EncodedImage(checks.shrink_image(image, options.size, options.quality))
+    with checks.pil_errors(image):
         decoded = decode_pil(image, image.mode)
         if min(decoded.size) <= options.size:
             return image
         # Nearest neighbour: between two classes of a mask, or two depths, there is no mean.
-        smaller = decoded.resize(shrunk_size(decoded.size, options.size), Image.Resampling.NEAREST)
+        smaller = decoded.resize(checks.shrunk_size(decoded.size, options.size), Image.Resampling.NEAREST)
         return EncodedImage(codec.image_bytes(smaller), image.mode)
 
 
@@ -81,4 +73,4 @@ def find_images(value: Any) -> Any:
         return [find_images(v) for v in value]
     if kind is dict:
         return {k: find_images(v) for k, v in value.items()}
-    return EncodedImage(value) if kind is bytes and looks_like_image(value) else value
+    return EncodedImage(value) if kind is bytes and checks.looks_like_image(value) else value

@@ -41,8 +41,6 @@ def _run_here(task: Callable[[Item], None], items: Sequence[Item]) -> None:
 
 @dataclass(frozen=True)
 class Indexing:
-    """How tars are looked through."""
-
     directory: Path | None = None  # of the indexes, for other processes and a later run; None: in memory
     # calls a function with each tar, here or in other processes
     run: Callable[[Callable[[Item], None], Sequence[Item]], None] = _run_here
@@ -56,8 +54,6 @@ class Indexing:
 
 
 class TarIndex:
-    """The samples of a tar, and their members."""
-
     def __init__(self, data: bytes | memoryview) -> None:
         samples, members, name_bytes, extension_bytes, self.num_bytes = _HEAD.unpack_from(data)  # bytes without headers
         at = _HEAD.size
@@ -215,5 +211,4 @@ def _is_compressed(stream: BinaryIO) -> str | None:
 
 
 def not_whole(path: str, why: str) -> DamagedError:
-    """The error for a damaged tar."""
     return DamagedError(f"{path}: not a whole tar ({why}); copy it again from where it came, or leave it out")

@@ -20,21 +20,9 @@ from typing import Any, Final
 import numpy as np
 
 from lightning_gpuopt.storage.codec import EncodedImage
+from lightning_gpuopt.storage.sources import tar_index
 from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, short_names
 from lightning_gpuopt.storage.sources.kinds import with_kinds
-from lightning_gpuopt.storage.sources.tar_index import (
-    INDEX,
-    SPARSE,
-    Indexing,
-    TarIndex,
-    index_tar,
-    keep,
-    not_whole,
-    number_of,
-    open_kept,
-    read_sparse,
-    write_index,
-)
 
 _OPEN_FILES: Final = 16
 
@@ -49,16 +37,16 @@ class TarSource(Source):
     kind = "webdataset"
     single_reads = True
 
-    def __init__(self, paths: list[str], indexing: Indexing | None = None) -> None:
+    def __init__(self, paths: list[str], indexing: tar_index.Indexing | None = None) -> None:
         self.path = paths[0] if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
         self._paths = paths
         self._short_names = short_names(paths)
-        indexing = indexing or Indexing()
+        indexing = indexing or tar_index.Indexing()
         self._directory = indexing.directory
         self._held: list[bytes] = []  # the indexes, where they are in memory
-        self._files: PerProcess[OrderedDict[int, tuple[int, TarIndex]]] = PerProcess(OrderedDict)
+        self._files: PerProcess[OrderedDict[int, tuple[int, tar_index.TarIndex]]] = PerProcess(OrderedDict)
         if self._directory is None:
-            self._held = [index_tar(path) for path in paths]
+            self._held = [tar_index.index_tar(path) for path in paths]
             self._about = self._summary()
         else:
             self._names = [_index_name(path) for path in paths]
@@ -70,9 +58,9 @@ class TarSource(Source):
                 f"{self.path}: there is no sample in it; expected members such as 000000.jpg and 000000.cls"
             )
 
-    def _kept(self, directory: Path, indexing: Indexing) -> dict[str, Any]:
+    def _kept(self, directory: Path, indexing: tar_index.Indexing) -> dict[str, Any]:
         """What the indexes in the directory say, which are made where they are missing."""
-        file = directory / f"{INDEX}{digest(map(str.encode, self._names))}.json"
+        file = directory / f"{tar_index.INDEX}{digest(map(str.encode, self._names))}.json"
         there = set(os.listdir(directory)) if directory.is_dir() else set()
         items = [
             (path, str(directory / name))
@@ -80,7 +68,7 @@ class TarSource(Source):
             if name not in there
         ]
         if not items and file.name in there:
-            about: dict[str, Any] = json.loads(bytes(open_kept(file)))
+            about: dict[str, Any] = json.loads(bytes(tar_index.open_kept(file)))
             return about
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -88,21 +76,21 @@ class TarSource(Source):
             what = f"cannot keep the indexes of tars here: {error.strerror}; give a path where you may write"
             raise OSError(error.errno, what, str(directory)) from None
         try:
-            indexing.run(write_index, indexing.in_turn(items))
+            indexing.run(tar_index.write_index, indexing.in_turn(items))
         except BaseException:
             with contextlib.suppress(OSError):  # other files are in it
                 directory.rmdir()
             raise
         about = self._summary()
-        keep(file, json.dumps(about).encode())
+        tar_index.keep(file, json.dumps(about).encode())
         return about
 
-    def _index(self, tar: int) -> TarIndex:
+    def _index(self, tar: int) -> tar_index.TarIndex:
         if self._directory is None:
-            return TarIndex(self._held[tar])
-        return TarIndex(open_kept(self._directory / self._names[tar]))
+            return tar_index.TarIndex(self._held[tar])
+        return tar_index.TarIndex(tar_index.open_kept(self._directory / self._names[tar]))
 
-    def _indexes(self) -> Iterator[TarIndex]:
+    def _indexes(self) -> Iterator[tar_index.TarIndex]:
         return map(self._index, range(len(self._paths)))
 
     def _summary(self) -> dict[str, Any]:
@@ -114,7 +102,7 @@ class TarSource(Source):
             num_bytes += index.num_bytes
             name_bytes.append(name_bytes[-1] + len(index.names))
             for extension in index.extensions:
-                number_of(extension, extensions, self.path)
+                tar_index.number_of(extension, extensions, self.path)
         ends = (
             (index.ends.astype(np.uint64) + np.uint64(before)).tobytes()
             for before, index in zip(name_bytes, self._indexes(), strict=False)
@@ -135,7 +123,7 @@ class TarSource(Source):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    def _find(self, sample: int) -> tuple[int, int, int, TarIndex]:
+    def _find(self, sample: int) -> tuple[int, int, int, tar_index.TarIndex]:
         """The tar of a sample, its number there, and the open file and index of that tar."""
         tar = bisect_right(self._starts, sample) - 1
         files = self._files.get()
@@ -148,12 +136,10 @@ class TarSource(Source):
         return tar, sample - self._starts[tar], *files[tar]
 
     def name(self, index: int) -> str:
-        """The tar and the key."""
         tar, sample, _, members = self._find(index)
         return f"{self._paths[tar]}: {members.key(sample)}"
 
     def identity(self, index: int) -> bytes:
-        """The tar's name, the key, and where the members lie."""
         tar, sample, _, members = self._find(index)
         about = (self._short_names[tar], members.key(sample), *members.members(sample))
         return repr(about).encode()
@@ -171,16 +157,13 @@ class TarSource(Source):
         return with_kinds(sample, kinds=self.kinds)
 
     def parts(self) -> list[str]:
-        """The extensions of all members."""
         return list(self._about["extensions"])
 
     def close(self) -> None:
-        """Close the tars."""
         for handle, _ in (self._files.forget() or {}).values():
             os.close(handle)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Names of tars and keys, and where everything lies."""
         return super().fingerprint() | {
             "num_tars": len(self._paths),
             "names": self._about["names"] + digest(os.fsencode(os.path.basename(path)) for path in self._paths),
@@ -191,17 +174,18 @@ class TarSource(Source):
 def _index_name(path: str) -> str:
     """The name of a tar's index: another one where the tar has changed."""
     about = os.stat(path)
-    return f"{INDEX}{digest([os.fsencode(os.path.abspath(path)), b'%d %d' % (about.st_size, about.st_mtime_ns)])}.index"
+    what = [os.fsencode(os.path.abspath(path)), b"%d %d" % (about.st_size, about.st_mtime_ns)]
+    return f"{tar_index.INDEX}{digest(what)}.index"
 
 
 def _read_member(path: str, handle: int, offset: int, size: int) -> bytes:
-    if offset & SPARSE:
-        return read_sparse(path, offset ^ SPARSE)
+    if offset & tar_index.SPARSE:
+        return tar_index.read_sparse(path, offset ^ tar_index.SPARSE)
     data = os.pread(handle, size, offset)
     while len(data) < size:  # one call gives at most 2 GiB
         more = os.pread(handle, size - len(data), offset + len(data))
         if not more:
-            raise not_whole(path, f"it ends at byte {offset + len(data)}, in the midst of a member")
+            raise tar_index.not_whole(path, f"it ends at byte {offset + len(data)}, in the midst of a member")
         data += more
     return data
 

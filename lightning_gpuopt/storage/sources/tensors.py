@@ -66,7 +66,6 @@ class SavedSource(RowSource):
             raise DamagedError(f"{self.path}: {what} ({_first_line(error)}); copy it again") from None
 
     def read(self, index: int) -> Any:
-        """The row, or one of each tensor; of a list the sample."""
         saved = self._saved.get()
         if isinstance(saved, (list, torch.Tensor)):
             return saved[index]
@@ -75,11 +74,9 @@ class SavedSource(RowSource):
         return tuple(each[index] for each in saved)
 
     def close(self) -> None:
-        """Give up what was loaded."""
         self._saved.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Shapes, dtypes and the file's size."""
         return super().fingerprint() | {"file_bytes": os.path.getsize(self.path), "tensors": self._shapes}
 
 
@@ -113,17 +110,14 @@ class SafetensorsSource(RowSource):
         return safe_open(self.path, framework="pt", device="cpu")
 
     def read(self, index: int) -> Any:
-        """The row, or one of each tensor."""
         file = self._file.get()
         rows = {name: file.get_slice(name)[index : index + 1][0] for name in self._names}
         return rows if len(rows) > 1 else next(iter(rows.values()))
 
     def close(self) -> None:
-        """Close the file."""
         self._file.forget()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Shapes, dtypes and the file's size."""
         shapes = digest(f"{name} {each}".encode() for name, each in self._shapes.items())
         return super().fingerprint() | {"file_bytes": os.path.getsize(self.path), "tensors": shapes}
 

@@ -9,7 +9,7 @@ import functools
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from numbers import Integral
@@ -175,21 +175,15 @@ def build_lmdb(
                 build = functools.partial(
                     build_units, executor, job, source=source, allow_pickle=allow_pickle, staging=staging
                 )
-            return _build(job, staging, part, build, progress, max_skipped, go_on)
+            with _how_to_go_on(staging.path, go_on):
+                return _run(job, staging, part, build, progress, _SkipLimit(opened, max_skipped, go_on))
 
 
-def _build(
-    job: Job,
-    staging: Staging,
-    part: tuple[int, int] | None,
-    build: Callable[..., None],
-    progress: bool,
-    max_skipped: float,
-    go_on: str,
-) -> LMDBInfo:
-    path = staging.path
+@contextlib.contextmanager
+def _how_to_go_on(path: Path, go_on: str) -> Iterator[None]:
+    """Have an interruption, or an error of the storage, say how to go on."""
     try:
-        return _run(job, staging, part, build, progress, _SkipLimit(job.source, max_skipped, go_on))
+        yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{path}: interrupted; run the build again with {go_on} to go on") from None
     except OSError as error:
@@ -318,7 +312,7 @@ def _run(
         finished = staging.finished()
     shards = tuple(finished[number] for number in wanted)
     if part is not None:
-        return _info(shards, sum(1 for _ in skipped_samples(job, wanted)), job.source.classes)
+        return Manifest(shards, job.source.classes, sum(1 for _ in skipped_samples(job, wanted))).info
     return _publish(job, staging, shards)
 
 
@@ -340,14 +334,15 @@ def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
         "built_with": f"lightning-gpuopt {__version__}",
         "plan": staging.plan,
     }
-    staging.publish(Manifest(shards, source.classes, num_skipped, how))
+    manifest = Manifest(shards, source.classes, num_skipped, how)
+    staging.publish(manifest)
     if first is not None:
         warnings.warn(
             f"{staging.path}: {num_skipped} of {len(source)} samples are left out, their images cannot be decoded "
             f"(the first: {first.name}: {first.reason}); {staging.path / SKIPPED} lists them",
-            stacklevel=5,  # build_lmdb's caller
+            stacklevel=4,  # build_lmdb's caller
         )
-    return _info(shards, num_skipped, source.classes)
+    return manifest.info
 
 
 def _write_skipped(job: Job, numbers: list[int]) -> tuple[int, SkippedSample | None]:
@@ -371,13 +366,3 @@ def _write_skipped(job: Job, numbers: list[int]) -> tuple[int, SkippedSample | N
     else:
         beside.unlink()
     return count, first
-
-
-def _info(shards: tuple[Shard, ...], num_skipped: int, classes: tuple[str, ...] | None) -> LMDBInfo:
-    return LMDBInfo(
-        num_samples=sum(shard.num_samples for shard in shards),
-        num_bytes=sum(shard.value_bytes for shard in shards),
-        num_shards=len(shards),
-        num_skipped=num_skipped,
-        classes=classes,
-    )

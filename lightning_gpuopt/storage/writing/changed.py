@@ -53,10 +53,10 @@ def skip_file(directory: Path, number: int) -> Path:
     return directory / f"{shard_name(number)}.skipped"
 
 
-def skipped_places(directory: Path, number: int) -> list[int]:
-    """The places in a shard of the samples that it leaves out."""
+def skipped_rows(directory: Path, number: int) -> list[tuple[int, str, str]]:
+    """Of each sample that a shard leaves out its place there, its name, and the reason."""
     try:
-        return [place for place, *_ in json.loads(skip_file(directory, number).read_bytes())]
+        return [(place, name, why) for place, name, why in json.loads(skip_file(directory, number).read_bytes())]
     except FileNotFoundError:
         return []
 
@@ -145,7 +145,7 @@ def place_build(
     if now is None or len(known) < len(stored):
         raise ValueError("which samples are stored is not known")
     per_shard, count = found["samples_per_shard"], found["source num_samples"]
-    skipped = {number: skipped_places(directory, number) for number in known}
+    skipped = {number: [place for place, *_ in skipped_rows(directory, number)] for number in known}
     return place_shards(known, starts or shard_starts(count, per_shard), now, per_shard, skipped)
 
 

@@ -13,13 +13,13 @@ import numpy as np
 
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.loading.order import mix, permute
+from lightning_gpuopt.loading.samples import seed_all
 from lightning_gpuopt.storage import codec, durable
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.shard_writer import ShardWriter
 from lightning_gpuopt.storage.sources import Source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions, prepare
-from lightning_gpuopt.storage.writing.changed import Hashes, hashes_file, hashes_of, skip_file
-from lightning_gpuopt.storage.writing.randomness import seed_all
+from lightning_gpuopt.storage.writing.changed import Hashes, hashes_file, hashes_of, skip_file, skipped_rows
 
 REPORT_INTERVAL_S: Final = 0.2
 
@@ -41,11 +41,9 @@ class Job:
 
     @property
     def num_shards(self) -> int:
-        """Shards of the whole dataset."""
         return len(self.starts) - 1
 
     def num_samples(self, shard: int) -> int:
-        """Samples of the source in a shard."""
         return len(self._positions(shard))
 
     def samples(self, shard: int) -> list[int] | range:
@@ -63,8 +61,6 @@ class Job:
 
 @dataclass(frozen=True)
 class SkippedSample:
-    """A sample of the source that is not in the dataset, and why."""
-
     index: int  # in the source
     name: str
     reason: str
@@ -183,10 +179,6 @@ def _is_good(job: Job, index: int) -> bool:
 def skipped_samples(job: Job, numbers: Iterable[int]) -> Iterable[SkippedSample]:
     """The samples left out of these shards, in order."""
     for number in numbers:
-        try:
-            rows = json.loads(skip_file(job.directory, number).read_bytes())
-        except FileNotFoundError:
-            continue
-        samples = job.samples(number)
-        for place, name, reason in rows:
-            yield SkippedSample(samples[place], name, reason)
+        if rows := skipped_rows(job.directory, number):
+            samples = job.samples(number)
+            yield from (SkippedSample(samples[place], name, reason) for place, name, reason in rows)

@@ -44,7 +44,6 @@ class Locks:
             raise
 
     def __bool__(self) -> bool:
-        """Whether they are held."""
         return bool(self._held)
 
     @contextlib.contextmanager

@@ -47,26 +47,16 @@ class Notes:
     shard_starts: list[int] | None = None  # in the source, then the number of its samples; None: as the plan says
 
 
-def read_plan(directory: Path) -> Plan | None:
-    """The plan of the unfinished build in a directory; None if there is none that can be read."""
-    found = _read(directory)
-    return None if found is None else {name: value for name, value in found.items() if name not in _NOTES}
-
-
-def read_notes(directory: Path) -> Notes:
-    """The notes of the unfinished build in a directory."""
-    return Notes(**{name: value for name, value in (_read(directory) or {}).items() if name in _NOTES})
-
-
-_NOTES: Final = tuple(field.name for field in fields(Notes))
-
-
-def _read(directory: Path) -> Plan | None:
+def read_plan(directory: Path) -> tuple[Plan | None, Notes]:
+    """The plan of the unfinished build in a directory, and its notes; None if there is none that can be read."""
     try:
         found = json.loads((directory / PLAN).read_bytes())
     except (OSError, ValueError):  # never written, or killed while it was
-        return None
-    return found if isinstance(found, dict) else None
+        found = None
+    if not isinstance(found, dict):
+        return None, Notes()
+    notes = Notes(**{each.name: found.pop(each.name) for each in fields(Notes) if each.name in found})
+    return found, notes
 
 
 def write_plan(directory: Path, plan: Plan, notes: Notes, *, shared: bool) -> None:

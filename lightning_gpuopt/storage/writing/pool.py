@@ -19,14 +19,12 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from lightning_gpuopt.loading.samples import given_back
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
-from lightning_gpuopt.storage.writing import randomness
 from lightning_gpuopt.storage.writing.fill import Job, Report, build_shard, fill_shard, finish_shard
 
 _ORPHANED: Final = 3  # exit code
-
-
 T = TypeVar("T")
 
 
@@ -37,7 +35,7 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
     build. StorageError where a process died, or none may be started here.
     """
     if num_proc == 1 and not job.source.isolated:
-        with randomness.unchanged():
+        with given_back():
             _build_here(job, numbers, report)
         return
     run_in_processes(functools.partial(build_shard, job), numbers, num_proc, path, shard_name, report)
@@ -172,7 +170,6 @@ def _ctrl_c_held_back() -> Iterator[None]:
 
 
 def _work(task: Callable[[Any, Report], None], pipe: Connection) -> None:
-    """What a worker process does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to us as well; the build ends us
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_end_with_parent, name="gpuopt-watch", daemon=True).start()

@@ -9,7 +9,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final, TypeAlias
@@ -28,16 +28,7 @@ from lightning_gpuopt.storage.format import (
 from lightning_gpuopt.storage.sources.tar_index import INDEX
 from lightning_gpuopt.storage.writing.changed import Hashes, stored_hashes
 from lightning_gpuopt.storage.writing.lock import Locks
-from lightning_gpuopt.storage.writing.plan import (
-    PLAN,
-    Notes,
-    Plan,
-    as_json,
-    difference,
-    read_notes,
-    read_plan,
-    write_plan,
-)
+from lightning_gpuopt.storage.writing.plan import PLAN, Notes, Plan, as_json, difference, read_plan, write_plan
 from lightning_gpuopt.storage.writing.publish import MARKER, SHARD_FILE, check_target, publish, recover, remove
 
 # what the workers of an executor leave, and what they know the directory by
@@ -141,11 +132,9 @@ class Staging:
             )
         remove(done)
 
-    @contextlib.contextmanager
-    def kept_from_children(self) -> Iterator[None]:
+    def kept_from_children(self) -> contextlib.AbstractContextManager[None]:
         """In this context the processes that are forked do not share the lock."""
-        with self._locks.kept_from_children():
-            yield
+        return self._locks.kept_from_children()
 
     def publish(self, manifest: Manifest) -> None:
         """Rename it to `path`, durably; FileExistsError where something that must stay is there by now."""
@@ -160,7 +149,6 @@ class Staging:
         self._locks.release()
 
     def discard(self) -> None:
-        """Throw the unfinished build away."""
         if not self._published and self._locks:
             self._clear()
             self._remove_directory()
@@ -175,8 +163,7 @@ class Staging:
     def _begin(self, resume: bool) -> None:
         """Go on with the unfinished build that is there, or begin one."""
         plan = self.plan
-        found = read_plan(self.directory)
-        notes = read_notes(self.directory)
+        found, notes = read_plan(self.directory)
         throw_away = self._overwrite and not resume
         if self._part is None and not throw_away:
             self._clear_work()
@@ -200,9 +187,9 @@ class Staging:
                 f"({difference(found or {}, plan)}): {len(kept)} finished shards stay, {len(changed)} are built again"
             )
             _log.warning("%s: the source has changed since the build was begun %s", self.path, what)
-        if read_plan(self.directory) is None:
+        if read_plan(self.directory)[0] is None:
             write_plan(self.directory, plan, notes, shared=self._part is not None)
-            found = read_plan(self.directory) or {}
+            found = read_plan(self.directory)[0] or {}
             if found != plan:  # two parts began at one moment
                 raise StorageError(
                     f"{self.directory}: another part began with another plan ({difference(found, plan)}); start all "
@@ -297,10 +284,8 @@ class Staging:
         for name in os.listdir(self.directory):
             if name.endswith("lock") or name.startswith((PLAN, MARKER, INDEX)):
                 (self.directory / name).unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # something that is not ours; it stays
             self.directory.rmdir()
-        except OSError:  # something that is not ours; it stays
-            return
 
 
 def finished_directory(directory: Path, number: int) -> Path:
@@ -315,7 +300,7 @@ def finished_dataset(path: Path) -> Manifest | None:
     except (FileNotFoundError, StorageError):
         return None
     beside = staging_directory(path)
-    if read_plan(beside) is not None:
+    if read_plan(beside)[0] is not None:
         raise FileExistsError(
             f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it is "
             f"next to it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"

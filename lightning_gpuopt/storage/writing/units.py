@@ -23,13 +23,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from lightning_gpuopt.loading.samples import given_back
 from lightning_gpuopt.storage import durable
 from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
 from lightning_gpuopt.storage.sources.tar_index import Indexing, Item
-from lightning_gpuopt.storage.writing import randomness
 from lightning_gpuopt.storage.writing.fill import Job, Report, SkippedSample, fill_shard, finish_shard
 from lightning_gpuopt.storage.writing.plan import as_json, difference, read_plan
 from lightning_gpuopt.storage.writing.pool import WorkerTraceback, portable
@@ -149,7 +149,6 @@ def build_unit(marker: str, dataset: Any, number: int, attempt: int) -> Outcome:
 
 
 def index_unit(task: Callable[[Item], None], item: Item, attempt: int) -> Outcome:
-    """What a worker does: index a tar."""
     try:
         if not os.path.isdir(directory := os.path.dirname(item[1])):
             raise _not_seen(directory)
@@ -192,7 +191,7 @@ def _build(marker: Path, dataset: Any, number: int) -> tuple[int, int, list[Skip
 
     own = directory / f"{shard_name(number)}.attempt.{uuid.uuid4().hex}"
     try:
-        with _filling, randomness.unchanged():
+        with _filling, given_back():
             job = replace(_job(marker, dataset), directory=own)
             own.mkdir()
             filled = fill_shard(job, number, count)
@@ -237,7 +236,7 @@ def _no_index(task: Callable[[Item], None], items: Sequence[Item]) -> None:
 def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> None:
     """Refuse a source that is another than the build's, or that may not be read in its process."""
     seen = source_plan(source)
-    plan = read_plan(directory) or {}
+    plan = read_plan(directory)[0] or {}
     if (wanted := {name: plan.get(name) for name in seen}) != seen:
         raise StorageError(
             f"{source.path}: a worker on {socket.gethostname()} finds another source there than the build "
@@ -251,7 +250,6 @@ def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> No
 
 
 def source_plan(source: Source) -> dict[str, Any]:
-    """What a plan says of its source."""
     return as_json({f"source {name}": value for name, value in source.fingerprint().items()})
 
 
