@@ -70,9 +70,9 @@ class AdjustableLoader:
             return None
         return managed.iterator_wanted()
 
-    def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+    def unmodified(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
         managed = self._managed_of(loader)
-        return nullcontext() if managed is None else managed.as_given()
+        return nullcontext() if managed is None else managed.unmodified()
 
     def _managed_of(self, loader: Any) -> ManagedLoader | None:
         return next((each for each in self._managed if each.running.is_of(loader)), None)

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, judge, wanted_changes
-from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, RunLength
+from lightning_gpuopt.autofix.trial import ChangeTrial, RunLength, TrialHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change, Finding
@@ -50,7 +50,7 @@ class AutoFixController:
         self._rank, self._cpus = rank, cpus
         self.changes: list[Change] = []  # what was tried, oldest first
         self.notes: list[str] = []  # sentences for the report
-        self._evidence = Evidence()
+        self._history = TrialHistory()
         self._trial: ChangeTrial | None = None
         self._failed: set[str] = set()
         self._refused: set[tuple[str, str]] = set()
@@ -76,7 +76,7 @@ class AutoFixController:
             if self._rank:
                 return False
             step_s, (setup_s, epochs) = window.waterfall.step_s, set_ups
-            self._evidence.note_set_ups(setup_s - self._loader.looked_s, epochs)  # checked once
+            self._history.note_set_ups(setup_s - self._loader.looked_s, epochs)  # checked once
             if step_s is None:
                 return False
             if problem is not None:
@@ -85,10 +85,10 @@ class AutoFixController:
             if (trial := self._trial) is not None:
                 self._go_on(trial, step_s)
             if trial is None or trial.waits:
-                self._evidence.before.append(step_s)
+                self._history.before.append(step_s)
             if trial is None:
                 self._look_at_costs()
-            if self._trial is None and len(self._evidence.before) >= MIN_BEFORE and self._loader.is_settled:
+            if self._trial is None and len(self._history.before) >= MIN_BEFORE and self._loader.is_settled:
                 if window.source.key:  # of several loaders the one that is waited for
                     loader = window.loader
                 for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
@@ -104,7 +104,7 @@ class AutoFixController:
             self._take_back(trial, problem if of_workers else INTERRUPTED)
             if of_workers:
                 return
-        self._evidence.before.clear()
+        self._history.before.clear()
         now = self._loader.now("num_workers")
         if now != workers:
             self.changes.append(Change("num_workers", workers, now, kept=True, why=problem))
@@ -117,7 +117,7 @@ class AutoFixController:
         setting, loader = wanted.setting, wanted.loader
         if setting not in self._fixes or setting in self._failed or (loader, setting) in self._refused:
             return False
-        if setting == "persistent_workers" and len(self._evidence.set_ups) < _MIN_SET_UPS:
+        if setting == "persistent_workers" and len(self._history.set_ups) < _MIN_SET_UPS:
             return False
         return not loader or self._loader.key in (None, loader)
 
@@ -134,12 +134,12 @@ class AutoFixController:
         if setting == "persistent_workers":
             model = loader_model(window)
             first_batch_s = 0.0 if model is None else model.service_s
-            predicted = self._evidence.speedup_of_persistent_workers(self._run_length(), first_batch_s)
+            predicted = self._history.speedup_of_persistent_workers(self._run_length(), first_batch_s)
             wanted = replace(wanted, predicted=predicted)
         trial = ChangeTrial(
             wanted,
             {setting: len(self.changes)},
-            set_ups_before=len(self._evidence.set_ups),
+            set_ups_before=len(self._history.set_ups),
             length=self._run_length(),
             persisted=bool(self._loader.now("persistent_workers")),
         )
@@ -173,7 +173,7 @@ class AutoFixController:
 
     def _as_many_as_pay(self, wanted: Wanted, now: int, window: Measurement) -> Wanted | None:
         """The largest number of workers whose start-up cost is repaid, where that is known; None: not even one more."""
-        length, evidence = self._run_length(), self._evidence
+        length, evidence = self._run_length(), self._history
         if not length.steps or not evidence.set_ups or wanted.predicted is None:
             return wanted
         saving_s = {
@@ -218,22 +218,22 @@ class AutoFixController:
         elif trial.waits:
             if not self._loader.is_waiting(setting):
                 trial.waits, trial.length = False, self._run_length()
-                trial.set_ups_before = max(len(self._evidence.set_ups) - 1, 0)  # that of this epoch is one after it
+                trial.set_ups_before = max(len(self._history.set_ups) - 1, 0)  # that of this epoch is one after it
         elif trial.skip:
             trial.skip -= 1
         else:
             trial.after.append(step_s)
-            verdict = self._evidence.verdict(trial)
+            verdict = self._history.verdict(trial)
             if verdict:
                 self._keep(trial)
             elif verdict is False:
-                before_s, after_s = self._evidence.set_up_costs(trial)
-                steps_alone = judge(self._evidence.before, trial.after)
+                before_s, after_s = self._history.set_up_costs(trial)
+                steps_alone = judge(self._history.before, trial.after)
                 self._take_back(trial, COSTS_MORE if after_s > before_s and steps_alone is not False else _NO_GAIN)
 
     def _look_at_costs(self) -> None:
         """Take back changes, kept in mid-epoch, that cost more at the next epoch's set-up than their steps save."""
-        kept, evidence = self._unpaid, self._evidence
+        kept, evidence = self._unpaid, self._history
         if not kept or len(evidence.set_ups) <= kept[-1].set_ups_before:
             return
         self._unpaid = []
@@ -260,23 +260,23 @@ class AutoFixController:
         for setting in trial.entries:
             del self._before_change[setting]
             self._broadcast.send(["keep", setting, None])
-        if trial.wanted.setting == "num_workers" and len(self._evidence.set_ups) <= trial.set_ups_before:
-            trial.saved_s = fmean(self._evidence.before) - fmean(trial.after)
+        if trial.wanted.setting == "num_workers" and len(self._history.set_ups) <= trial.set_ups_before:
+            trial.saved_s = fmean(self._history.before) - fmean(trial.after)
             self._unpaid.append(trial)
         if trial.wanted.setting != "persistent_workers":  # the windows after it are those before the next
-            self._evidence.before.clear()
-            self._evidence.before.extend(trial.after)
+            self._history.before.clear()
+            self._history.before.extend(trial.after)
 
     def _take_back(self, trial: ChangeTrial, why: str) -> None:
         self._conclude(trial, why=why)
         for setting in trial.entries:
             self._restore(setting, self._before_change.pop(setting))
-        self._evidence.before.clear()  # a loader needs some batches to be as it was before the change
+        self._history.before.clear()  # a loader needs some batches to be as it was before the change
 
     def _conclude(self, trial: ChangeTrial, *, kept: bool = False, why: str = "") -> None:
         """Record how a trial has ended; a change that never took effect is neither kept nor refuted."""
         self._trial = None
-        measured = None if trial.waits else self._evidence.measured(trial)
+        measured = None if trial.waits else self._history.measured(trial)
         for setting, index in trial.entries.items():
             reasons = [why or self.changes[index].why]
             if kept and setting == "num_workers" and self._loader.draws:
@@ -299,7 +299,7 @@ class AutoFixController:
         trial, self._trial = self._trial, None
         if trial is None:
             return
-        if not trial.waits and self._evidence.verdict(trial):
+        if not trial.waits and self._history.verdict(trial):
             self._keep(trial)
         else:
             refused = self._loader.refused.get(trial.wanted.setting, _LAST_EPOCH)

@@ -49,7 +49,7 @@ class ChangeTrial:
     saved_s: float = 0.0  # seconds a step that it saves, without the set-ups of epochs; known once it is kept
 
 
-class Evidence:
+class TrialHistory:
     """Seconds per step of the last eight windows before a change, and seconds of each epoch's set-up so far."""
 
     def __init__(self) -> None:

@@ -350,7 +350,7 @@ class StallDetector(CallbackBase):
             self._bar_item.set_percent(window.waterfall.share(window.waterfall.wait("data_wait")) * 100)
         local = self._folder if trainer.is_global_zero else None
         if findings and self.capture_trace and local is not None and not is_remote(local):
-            session.looks.record_trace(Path(local) / "trace.json.gz")
+            session.profiling.record_trace(Path(local) / "trace.json.gz")
         self._report_findings(trainer, findings)
 
     def _report_findings(self, trainer: Trainer, findings: list[Finding]) -> None:
@@ -416,7 +416,7 @@ class StallDetector(CallbackBase):
             with Guard(self, trainer):
                 session.stop()
                 self._report = self._with_proofs(session.report(measure_images=ended and trainer.is_global_zero))
-                self._sampled = session.looks.sampled
+                self._sampled = session.profiling.sampled
                 if self.logs:
                     session.log_rest(trainer)
         finally:

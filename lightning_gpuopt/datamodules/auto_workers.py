@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader
 from lightning_gpuopt.loading.engine.iterator import can_serve
 from lightning_gpuopt.loading.engine.shared_blocks import can_share
-from lightning_gpuopt.objects.dataset_state import Held
+from lightning_gpuopt.objects.dataset_state import UnshareableObject
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
@@ -23,7 +23,9 @@ from lightning_gpuopt.tuning.main_script import is_guarded, script_run_again
 _LARGE_BATCH: Final = 256 << 20
 
 
-def auto_workers(loader: ElasticLoader, held: Sequence[Held], loaders_on_node: int) -> tuple[int, str | None]:
+def auto_workers(
+    loader: ElasticLoader, held: Sequence[UnshareableObject], loaders_on_node: int
+) -> tuple[int, str | None]:
     """How many of a loader's processes (one a CPU, or 0) start unasked, and why fewer, where that is worth a word.
 
     ``held`` is what its dataset holds that processes cannot share; ``loaders_on_node`` those whose batches lie in

@@ -17,10 +17,10 @@ from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.detector.image_samples import ImageLook
 from lightning_gpuopt.detector.instrumentation import Instrumentation, forward_is_a_ranks_own
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
-from lightning_gpuopt.detector.looks import Looks
 from lightning_gpuopt.detector.memory_risks import MemoryRisks
 from lightning_gpuopt.detector.options import DetectorOptions, WindowListener
 from lightning_gpuopt.detector.padding_watch import PaddingWatch
+from lightning_gpuopt.detector.profiling_passes import ProfilingPasses
 from lightning_gpuopt.detector.progress import ProgressWatch, write_hang
 from lightning_gpuopt.detector.rank_exchange import RankExchange, work_of
 from lightning_gpuopt.detector.rank_watch import RankWatch
@@ -128,8 +128,8 @@ class DetectorSession:
             self._exchange = self._with(RankExchange(trainer.global_rank, trainer.world_size))
         if on_cuda:
             self._watch_gpu()
-        self.looks = self._with(
-            Looks(
+        self.profiling = self._with(
+            ProfilingPasses(
                 trainer,
                 self._pl_module,
                 threshold=self._options.threshold,
@@ -204,7 +204,7 @@ class DetectorSession:
         self.timeline.stop()
         if self._device is not None:
             self._device.catch_up()
-        self.looks.finish()
+        self.profiling.finish()
         if self._exchange is not None:
             self._post(self._measured())
             self._exchange.close(3.0)
@@ -235,7 +235,7 @@ class DetectorSession:
         if self._device is not None:
             self._device.read_events()
             gpu = self._device.gpu if self._accumulator is not None else None
-        self.looks.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
+        self.profiling.step_done(timeline.steps - self._options.warmup_steps, gpu, self._findings_now)
         return self._windows.due(timeline.steps)
 
     def _findings_now(self) -> list[Finding] | None:
@@ -314,7 +314,7 @@ class DetectorSession:
             self._post(part.measure(steady))
         in_window = part.window(window.times) if self.measures_windows or self._device is not None else None
         if in_window is not None and self._device is not None:
-            self.looks.window_done(self._device.gpu(), in_window.waterfall.step_s)
+            self.profiling.window_done(self._device.gpu(), in_window.waterfall.step_s)
         if steady.wall_s >= part.diagnose_after_s:
             began_s = time.perf_counter()
             if in_window is None:
@@ -329,10 +329,10 @@ class DetectorSession:
         slower = [finding for finding in part.findings if finding.cause == "slowdown"]
         if slower and part.look_for_growth(slower[0]):
             part.findings = self._diagnose(self._with_stacks(part.until_window(steady)))
-        self.looks.found(part.findings)
+        self.profiling.found(part.findings)
 
     def _with_stacks(self, measured: Measurement) -> Measurement:
-        return replace(measured, sampled=self.looks.sampled)
+        return replace(measured, sampled=self.profiling.sampled)
 
     def _measured(self, times: PhaseTimes | None = None) -> Measurement:
         steady = self._windows.steady(times or self.timeline.times())
@@ -362,7 +362,7 @@ class DetectorSession:
         heard = [note for each in self._heard for note in each.notes]
         notes = self.notes + heard + self._instruments.notes + self._instruments.observers.problems
         notes += [note for each in self._probes for note in each.notes]
-        notes += self.looks.notes_on(findings if self._accumulator is not None else None)
+        notes += self.profiling.notes_on(findings if self._accumulator is not None else None)
         return report_of(
             times,
             measured,

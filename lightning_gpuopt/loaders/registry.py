@@ -73,7 +73,7 @@ class IteratorMaker(Protocol):
         Of several the first counts. None: the loader does so itself.
         """
 
-    def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+    def unmodified(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
         """For as long as a callback, or validation, makes an iterator of the same loader: as the user has set it."""
 
 
@@ -196,7 +196,7 @@ class LoaderRegistry:
         if not trains:
             with ExitStack() as settings:
                 for maker in makers:
-                    settings.enter_context(maker.as_given(seen.inner))
+                    settings.enter_context(maker.unmodified(seen.inner))
                 return start()
         wanted = [each for each in [maker.iterator_wanted(seen.inner) for maker in makers] if each is not None]
         iterator = wanted[0](start) if wanted else start()

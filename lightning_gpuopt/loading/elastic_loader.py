@@ -37,7 +37,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     keeps_readers = False
     # with `pin_memory` the loader processes' memory is page-locked itself: nobody else may copy batches
     pins_in_place = False
-    is_outpaced = False  # loader processes were found to be slower than torch's workers
+    torch_is_faster = False  # loader processes were found to be slower than torch's workers
     cpus = 0  # that loader processes may share, as many and with threads as is best; 0: there are `num_workers` of them
 
     @property
@@ -95,8 +95,8 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     def __iter__(self) -> Any:
         if self.num_workers == 0 and getattr(self.dataset, "gathers_batches", False):
             return _GatheredBatches(self)
-        if isinstance(self._iterator, EngineIterator) and self._iterator.is_outpaced:
-            self.is_outpaced, self._iterator = True, None
+        if isinstance(self._iterator, EngineIterator) and self._iterator.torch_is_faster:
+            self.torch_is_faster, self._iterator = True, None
         return super().__iter__()
 
 

@@ -214,7 +214,7 @@ def receive_cost(batch_bytes: float) -> Interval:
 
 
 def taking(ready_s: Sequence[float]) -> float:
-    """Seconds that taking a batch costs: the end of the quickest quarter, as one may lie ready that is not in turn."""
+    """Seconds that taking a batch costs: the end of the quickest quarter, since one out of turn may be finished."""
     return sorted(ready_s)[len(ready_s) // 4]
 
 

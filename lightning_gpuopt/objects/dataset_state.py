@@ -37,7 +37,7 @@ HeldKind = Literal["file", "generator", "device", "trained"]
 
 
 @dataclass(frozen=True)
-class Held:
+class UnshareableObject:
     """Something in a dataset that cannot simply be copied to another process."""
 
     kind: HeldKind
@@ -71,7 +71,7 @@ class DatasetState:
     """
 
     def __init__(self, *, also: Sequence[int] = (), by_sample: bool = False, **roots: Any) -> None:
-        self.held: list[Held] = []
+        self.held: list[UnshareableObject] = []
         self.has_epochs = False  # something in it has a set_epoch method
         self.is_comparable = True  # a change would be seen, and nothing of it is trained
         self.seeds_by_number = False  # workers seed themselves by their number, and not by torch's seed
@@ -242,7 +242,9 @@ class DatasetState:
         value, name = node.value, type(node.value).__name__
         shown = getattr(value, "name", None) if kind == "file" and issubclass(type(value), io.IOBase) else None
         held = type(value) if kind == "trained" else value  # a loader must not hold the Trainer by this
-        self.held.append(Held(kind, f"{name} {shown}" if isinstance(shown, str) else name, node.path, held))
+        self.held.append(
+            UnshareableObject(kind, f"{name} {shown}" if isinstance(shown, str) else name, node.path, held)
+        )
 
 
 def _rows(value: np.ndarray[Any, Any], rows: list[int]) -> int:

@@ -118,9 +118,9 @@ class TunedFit:
         tuned = self._tuned_of(loader) or self._take_in(loader, train_loaders(self.trainer))
         return None if tuned is None else tuned.iterator_wanted()
 
-    def as_given(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
+    def unmodified(self, loader: DataLoader[Any]) -> AbstractContextManager[None]:
         tuned = self._tuned_of(loader)
-        return nullcontext() if tuned is None else tuned.managed.as_given()
+        return nullcontext() if tuned is None else tuned.managed.unmodified()
 
     def _watches(self, loader: Any) -> bool:
         return any(each() is loader for each in self._watched)

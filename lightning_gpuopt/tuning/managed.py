@@ -216,7 +216,7 @@ class ManagedLoader:
 
     def step_done(self, iterator: Any) -> LostWorkers | None:
         """Check the workers that were started while training runs; gives why some are gone."""
-        if self.running.order.bound is not None and self._left is None and (lost := self._ask_as_given()) is not None:
+        if self.running.order.bound is not None and self._left is None and (lost := self._ask_unmodified()) is not None:
             return lost
         if not self._follows:
             return None
@@ -234,7 +234,7 @@ class ManagedLoader:
         running.apply(cap.num_workers)
         return LostWorkers("room", f"for more workers there is no room any longer, {cap}")
 
-    def _ask_as_given(self) -> LostWorkers | None:
+    def _ask_unmodified(self) -> LostWorkers | None:
         """Ask the sampler no further ahead than the user has set it, as it reads what training changes."""
         loader, running = self.loader, self.running
         given = self._given["prefetch_factor"] or 0
@@ -267,7 +267,7 @@ class ManagedLoader:
         return running.iterator_wanted()
 
     @contextmanager
-    def as_given(self) -> Iterator[None]:
+    def unmodified(self) -> Iterator[None]:
         """For an iterator for others than training: the settings that the user has given."""
         changed = {setting: self.now(setting) for setting, given in self._given.items()}
         vars(self.loader).update(self._given)

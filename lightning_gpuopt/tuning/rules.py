@@ -15,7 +15,7 @@ from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_ite
 from lightning_gpuopt.loaders.kinds import keeps_state, kind_of
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader
 from lightning_gpuopt.tuning.seen_order import SeenOrder
-from lightning_gpuopt.tuning.sharing import WorkersStart, forks, held_by, state_of, why_not_shared
+from lightning_gpuopt.tuning.sharing import ForkSnapshot, forks, held_by, state_of, why_not_shared
 
 # settings with which a sampler is asked at other moments
 AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
@@ -33,7 +33,7 @@ class AskedChange:
     setting: str
     value: Any
     own_workers: int  # the user's number
-    start: WorkersStart | None = None  # what its running workers got a copy of, where that is known
+    start: ForkSnapshot | None = None  # what its running workers got a copy of, where that is known
     dataset_changes: bool = False  # it was another one at the last two starts of an epoch
     before_first: bool = False  # the loader was never iterated
 

@@ -31,7 +31,7 @@ from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.meter import FetchMeter, place
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segments import SegmentedIterator, Segments, without_hint
-from lightning_gpuopt.tuning.sharing import WorkersStart, forks, note_own_workers, why_not_shared
+from lightning_gpuopt.tuning.sharing import ForkSnapshot, forks, note_own_workers, why_not_shared
 
 log = logging.getLogger(__name__)
 
@@ -115,10 +115,10 @@ class RunningLoader:
         return self._later or (self.policy.num_workers if loader is None else loader.num_workers)
 
     @property
-    def start(self) -> WorkersStart | None:
+    def start(self) -> ForkSnapshot | None:
         """What the running workers got a copy of; None before they were started."""
         is_of_now = self._has_started or persistent_iterator(self.loader) is not None
-        return WorkersStart.of(self.loader) if is_of_now else None
+        return ForkSnapshot.of(self.loader) if is_of_now else None
 
     @property
     def _iterator(self) -> Any:
@@ -129,9 +129,9 @@ class RunningLoader:
         """See whether the dataset has changed since the workers of the last iterator were started."""
         self.dataset_changes = self.start is not None and self.start.has_changed
 
-    def note_start(self) -> WorkersStart:
+    def note_start(self) -> ForkSnapshot:
         """Remember what the workers that are about to begin an epoch get a copy of."""
-        start = WorkersStart(self.loader, self._own_workers)
+        start = ForkSnapshot(self.loader, self._own_workers)
         start.note(self.loader)
         self._has_started, self._began = True, self._clock()
         return start
@@ -408,7 +408,7 @@ class RunningLoader:
             return
         note_own_workers(self.loader, self._own_workers)
         if persistent_iterator(self.loader) is None:
-            WorkersStart.forget(self.loader)
+            ForkSnapshot.forget(self.loader)
 
     def end(self, running: Sequence[Any] = ()) -> None:
         """End the workers at once, also of ``running``: training has failed, and its error may keep iterators alive."""

@@ -10,7 +10,7 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_gpuopt.objects.dataset_state import DatasetState, Held
+from lightning_gpuopt.objects.dataset_state import DatasetState, UnshareableObject
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replacement import identity
 
@@ -52,11 +52,11 @@ def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bo
     )
 
 
-def held_by(loader: DataLoader[Any]) -> list[Held]:
+def held_by(loader: DataLoader[Any]) -> list[UnshareableObject]:
     return state_of(loader).held
 
 
-def why_not_shared(loader: DataLoader[Any], held: Sequence[Held], *, workers: int) -> str | None:
+def why_not_shared(loader: DataLoader[Any], held: Sequence[UnshareableObject], *, workers: int) -> str | None:
     """Why a loader must not get more ``workers`` than the user's, by what it holds: what two share, more may share."""
     for each in held:
         if each.kind == "trained" and not workers:
@@ -86,7 +86,7 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
     return function is not None and getattr(function, "__name__", "") != "pl_worker_init_function"
 
 
-class WorkersStart:
+class ForkSnapshot:
     """What a loader's workers get a copy of; held by the loader, so that the dataset does not outlive it."""
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
@@ -95,8 +95,8 @@ class WorkersStart:
         self.state = state_of(loader, by_sample=not own_workers and loader.num_workers > 0)
 
     @staticmethod
-    def of(loader: DataLoader[Any]) -> WorkersStart | None:
-        start: WorkersStart | None = vars(loader).get(_START)
+    def of(loader: DataLoader[Any]) -> ForkSnapshot | None:
+        start: ForkSnapshot | None = vars(loader).get(_START)
         return start
 
     @staticmethod
@@ -136,7 +136,7 @@ class WorkersStart:
         return why_not_shared(loader, held, workers=self._own_workers) or why_not_shared(loader, new, workers=0)
 
     @property
-    def shared_file(self) -> Held | None:
+    def shared_file(self) -> UnshareableObject | None:
         """A file that the user's workers share already."""
         files = (each for each in self.state.held if each.kind == "file")
         return next(files, None) if self._own_workers >= 2 and forks(self._loader) is None else None

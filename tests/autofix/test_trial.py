@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.autofix.policy import Fix, Wanted
-from lightning_gpuopt.autofix.trial import ChangeTrial, Evidence, RunLength, run_length_of
+from lightning_gpuopt.autofix.trial import ChangeTrial, RunLength, TrialHistory, run_length_of
 
 STEPS = 10
 PERSIST = {"num_workers": 0, "persistent_workers": 1}
@@ -20,8 +20,8 @@ def trial(setting: Fix, *after: float, set_ups_before: int = 1, **more: Any) -> 
     return ChangeTrial(set_ups_before=set_ups_before, after=list(after), **values)
 
 
-def evidence(*before: float, set_ups: tuple[float, ...] = ()) -> Evidence:
-    made = Evidence()
+def history(*before: float, set_ups: tuple[float, ...] = ()) -> TrialHistory:
+    made = TrialHistory()
     made.before.extend(before)
     made.set_ups += set_ups
     return made
@@ -40,7 +40,7 @@ class TestSetUps:
     def test_each_epoch_that_has_begun_since_has_its_own(
         self, so_far: list[tuple[float, int]], set_ups: list[float]
     ) -> None:
-        noted = Evidence()
+        noted = TrialHistory()
         for seconds, epochs in so_far:
             noted.note_set_ups(seconds, epochs)
         assert noted.set_ups == set_ups
@@ -48,30 +48,30 @@ class TestSetUps:
 
 class TestWindows:
     def test_the_last_eight_before_are_kept(self) -> None:
-        assert list(evidence(*range(12)).before) == [4, 5, 6, 7, 8, 9, 10, 11]
+        assert list(history(*range(12)).before) == [4, 5, 6, 7, 8, 9, 10, 11]
 
     def test_steps_alone_decide_on_a_setting_of_the_steps(self) -> None:
-        seen = evidence(*[1.0] * 4, set_ups=(0.0, 99.0))
+        seen = history(*[1.0] * 4, set_ups=(0.0, 99.0))
         faster = trial("prefetch_factor", *[0.5] * 5)
         assert (seen.verdict(faster), seen.measured(faster)) == (True, 2.0)
         slower = trial("prefetch_factor", *[1.25] * 3)
         assert (seen.verdict(slower), seen.measured(slower)) == (False, 0.8)
 
     def test_nothing_is_measured_before_a_window_on_either_side(self) -> None:
-        assert evidence(1.0).measured(trial("prefetch_factor")) is None
-        assert evidence().measured(trial("prefetch_factor", 1.0)) is None
-        assert evidence(1.0).verdict(trial("prefetch_factor")) is None
+        assert history(1.0).measured(trial("prefetch_factor")) is None
+        assert history().measured(trial("prefetch_factor", 1.0)) is None
+        assert history(1.0).verdict(trial("prefetch_factor")) is None
 
 
 class TestWorkers:
     def test_their_epochs_set_up_is_spread_over_the_steps(self) -> None:
-        seen = evidence(*[1.0] * 4, set_ups=(10.0, 5.0))
+        seen = history(*[1.0] * 4, set_ups=(10.0, 5.0))
         change = trial("num_workers", *[0.5] * 5)
         assert seen.set_up_costs(change) == (1.0, 0.5)
         assert (seen.verdict(change), seen.measured(change)) == (True, 2.0)
 
     def test_a_set_up_that_costs_what_the_steps_save_is_no_gain(self) -> None:
-        seen = evidence(*[1.0] * 4, set_ups=(0.0, 10.0))
+        seen = history(*[1.0] * 4, set_ups=(0.0, 10.0))
         change = trial("num_workers", *[0.5] * 5)
         assert (seen.verdict(change), seen.measured(change)) == (False, pytest.approx(1 / 1.5))
 
@@ -91,32 +91,32 @@ class TestWorkers:
         self, before: list[float], after: list[float], more: dict[str, Any], expected: tuple[float, float]
     ) -> None:
         change = trial("num_workers", set_ups_before=len(before), **{"length": RunLength(100, 3), **more})
-        assert evidence(set_ups=(*before, *after)).set_up_costs(change) == pytest.approx(expected)
+        assert history(set_ups=(*before, *after)).set_up_costs(change) == pytest.approx(expected)
 
 
 class TestWorkersThatLiveOn:
     def test_the_set_ups_alone_decide(self) -> None:
         # the run's own first epoch is left out, and that in which the workers were started
-        seen = evidence(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5, 0.5))
+        seen = history(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5, 0.5))
         change = trial("persistent_workers", *[5.0] * 8, set_ups_before=3)
         assert seen.verdict(change) is True
         # ten steps of one second, with two seconds of set-up before and half a second after
         assert seen.measured(change) == 12.0 / 10.5
 
     def test_without_the_length_of_an_epoch_nothing_is_predicted_or_measured(self) -> None:
-        seen = evidence(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5))
+        seen = history(*[1.0] * 4, set_ups=(9.0, 2.0, 2.0, 7.0, 0.5))
         change = trial("persistent_workers", set_ups_before=3, length=RunLength(0, 3))
         assert (seen.verdict(change), seen.measured(change)) == (True, None)
         assert seen.speedup_of_persistent_workers(RunLength(0, 3), 0.5) is None
 
     def test_what_they_will_bring_is_the_set_ups_after_the_first_without_a_batch(self) -> None:
-        seen = evidence(1.0, 1.0, 1.0, 7.0, set_ups=(9.0, 2.0, 3.0))  # in one window the dataset was looked at
+        seen = history(1.0, 1.0, 1.0, 7.0, set_ups=(9.0, 2.0, 3.0))  # in one window the dataset was looked at
         assert seen.speedup_of_persistent_workers(RunLength(10, 3), 0.5) == pytest.approx(
             (12.5 / 11.5, 12.5 / 10.5, 1.07 * 12.5 / 10.5)
         )
 
     def test_not_before_an_epoch_has_begun_without_starting_any(self) -> None:
-        seen = evidence(set_ups=(9.0, 2.0, 7.0))
+        seen = history(set_ups=(9.0, 2.0, 7.0))
         change = trial("persistent_workers", set_ups_before=2)
         assert (seen.verdict(change), seen.measured(change)) == (None, None)
 

@@ -535,7 +535,7 @@ class TestAsBefore:
 
         class Break(Callback):
             def on_train_batch_end(self, *args: Any) -> None:
-                if detector._session is not None and detector._session.looks._trace.is_recording:
+                if detector._session is not None and detector._session.profiling._trace.is_recording:
                     monkeypatch.setattr(detector._session, "step_done", lambda: 1 / 0)
 
         with pytest.warns(UserWarning, match="disables itself"):

@@ -418,7 +418,7 @@ class _Changed(_Untouched):
         def get_iterator() -> Any:
             if self.trains:
                 return self.managed.iterator_wanted()(create)
-            with self.managed.as_given():
+            with self.managed.unmodified():
                 return create()
 
         vars(loader)["_get_iterator"] = get_iterator

@@ -46,7 +46,7 @@ class Maker(Subscriber):
         return create()
 
     @contextmanager
-    def as_given(self, loader: DataLoader[Any]) -> Iterator[None]:
+    def unmodified(self, loader: DataLoader[Any]) -> Iterator[None]:
         self.log.append(f"{self.name} as given")
         yield
 

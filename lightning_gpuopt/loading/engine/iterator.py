@@ -30,7 +30,7 @@ def can_serve(loader: Any) -> bool:
     known = gathers if collate_fn is as_it_is else type(collate_fn) is Collate and type(loader.dataset) is EpochSamples
     # One process reads the samples in a fixed order; of several, whichever is free takes the next.
     fixed = getattr(loader, "keeps_readers", False) and loader.num_workers > 1
-    return bool(known and not fixed and not getattr(loader, "is_outpaced", False) and can_be_a_worker())
+    return bool(known and not fixed and not getattr(loader, "torch_is_faster", False) and can_be_a_worker())
 
 
 class _Drawn:
@@ -157,7 +157,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
             self._shutdown_workers()
 
     @property
-    def is_outpaced(self) -> bool:
+    def torch_is_faster(self) -> bool:
         """Whether torch's workers would be faster: many batches have samples that are put together in this process."""
         return self._engine is not None and self._engine.collated > _FEW * self._engine.taken
 

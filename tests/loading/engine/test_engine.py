@@ -774,7 +774,7 @@ def test_samples_of_several_kinds_are_left_to_torchs_workers_from_the_next_epoch
     epochs = [[batch[1].tolist() for batch in loader] for _ in range(3)]
     assert epochs[0] == epochs[1] == epochs[2]
     assert [label for batch in epochs[0] for label in batch] == [index / 2 for index in range(40)]
-    assert loader.is_outpaced
+    assert loader.torch_is_faster
     assert not isinstance(loader._iterator, EngineIterator)
 
 

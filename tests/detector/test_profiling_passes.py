@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_gpuopt.detector.looks import Looks
+from lightning_gpuopt.detector.profiling_passes import ProfilingPasses
 from lightning_gpuopt.measurements.gpu import SyncSighting
 
 
-def without_gpu() -> Looks:
+def without_gpu() -> ProfilingPasses:
     nobody: Any = None
-    return Looks(nobody, nobody, threshold=0.1, profile="auto", device=None, stacks=None)
+    return ProfilingPasses(nobody, nobody, threshold=0.1, profile="auto", device=None, stacks=None)
 
 
 def test_nobody_is_called_between_the_steps_at_which_there_is_something_to_do() -> None:

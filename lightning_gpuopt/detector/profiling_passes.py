@@ -30,7 +30,7 @@ _NO_TABLE: Final = (
 )
 
 
-class Looks(Probe):
+class ProfilingPasses(Probe):
     """Decides whose turn it is: torch.profiler records for one of them only, and no stacks are sampled meanwhile."""
 
     def __init__(
