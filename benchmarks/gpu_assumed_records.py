@@ -41,7 +41,7 @@ def recorded(work: Callable[[], object]) -> list[Record]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
-        found = records_of(json.loads(path.read_bytes()), torch.cuda.current_device(), 0.0)
+        found = list(records_of(json.loads(path.read_bytes()), torch.cuda.current_device(), 0.0))
     if not any(each.kind != "call" for each in found):
         raise Skip("torch.profiler recorded nothing on the GPU; another tool may hold CUPTI")
     return found

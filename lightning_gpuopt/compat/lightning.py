@@ -113,7 +113,7 @@ def version() -> str:
 
 
 def async_saves_copy() -> bool:
-    """Whether ``AsyncCheckpointIO`` copies the tensors that it writes, which training changes meanwhile."""
+    """Whether ``AsyncCheckpointIO`` copies tensors before it writes them, as training changes them: from 2.5.4 on."""
     # https://github.com/Lightning-AI/pytorch-lightning/issues/20953
     return [int(number) for number in re.findall(r"\d+", version())[:3]] >= [2, 5, 4]
 
@@ -195,7 +195,7 @@ def finished_optimizer_step(trainer: Trainer) -> int | None:
     loop = trainer.fit_loop.epoch_loop
     try:
         accumulating = loop._should_accumulate()
-    except AttributeError:
+    except AttributeError:  # every batch counts as a step
         accumulating = False
     return None if accumulating else logging_step(trainer)
 
@@ -267,7 +267,10 @@ def processed_batches(trainer: Trainer) -> int:
 
 
 def set_train_batches(trainer: Trainer, length: int) -> None:
-    """Tell a running fit, which asks once, that its only training loader has another length."""
+    """Tell a running fit, which asks once, that its only training loader has another length.
+
+    Writes ``_FitLoop.max_batches``, its combined loader's ``limits`` and ``Trainer.val_check_batch``.
+    """
     loop, limit = trainer.fit_loop, trainer.limit_train_batches
     combined = getattr(loop, "_combined_loader", None)
     if combined is None or len(combined.flattened) != 1 or combined.limits is None:
@@ -335,7 +338,7 @@ def _ignore(message: str) -> Callable[[], None]:
 
 
 def signal_broadcast(trainer: Trainer) -> tuple[Any, str] | None:
-    """Where Lightning broadcasts, before each step of several ranks, whether to stop; None: not there (as in 2.6.6)."""
+    """Where Lightning broadcasts before each step of several ranks whether to stop (2.6.6); None: no such wait."""
     name = "_broadcast_sigterm_tensor"
     loop = trainer.fit_loop.epoch_loop
     return (loop, name) if callable(getattr(loop, name, None)) else None

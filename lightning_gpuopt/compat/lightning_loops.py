@@ -222,7 +222,7 @@ def length_of(loader: Any) -> int | None:
 
 
 def put_loader_states(checkpoint: dict[str, Any], states: Any) -> None:
-    """Write the training loaders' positions into a checkpoint's ``fit_loop``, over those that Lightning wrote."""
+    """Write the training loaders' positions into a checkpoint's ``fit_loop``, over Lightning's, if it wrote some."""
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     if "combined_loader" in state:
         state["combined_loader"] = states

@@ -43,12 +43,19 @@ class Finding:
 
 @dataclass(frozen=True)
 class Hint:
-    """A setting of the script that the run could gain from, by what was seen of it; no cause of waiting."""
+    """A setting of the script that the run could gain from, by what was seen of it; no cause of waiting.
 
-    name: str  # what it is about: ``"precision"``, ``"cudnn_benchmark"``
-    text: str  # what was seen, and what it means
-    setting: str  # what to write
-    evidence: dict[str, float] = field(default_factory=dict)  # the numbers that show it; the unit is in each name
+    Attributes:
+        name: what it is about: ``"precision"``, ``"cudnn_benchmark"``.
+        text: what was seen, and what it means.
+        setting: what to write.
+        evidence: the numbers that show it; the unit is in each name.
+    """
+
+    name: str
+    text: str
+    setting: str
+    evidence: dict[str, float] = field(default_factory=dict)
 
 
 Verdict = Literal[
@@ -81,26 +88,43 @@ class Risk:
 
 @dataclass(frozen=True)
 class HotSpots:
-    """The places in the code that the time of a finding goes to, from samples of the thread that spends it."""
+    """The places in the code that the time of a finding goes to, from samples of the thread that spends it.
 
-    finding: str  # its cause, for a callback with its name: ``"callback MyCallback"``
-    process: str  # where it was sampled: ``"training process"``, ``"worker 0"``
-    seconds: float  # time that was sampled
-    samples: int  # how often
-    places: tuple[CodeLocation, ...]  # those with most time first
+    Attributes:
+        finding: its cause, for a callback with its name: ``"callback MyCallback"``.
+        process: where it was sampled: ``"training process"``, ``"worker 0"``.
+        seconds: time that was sampled.
+        samples: how often.
+        places: the places, those with most time first.
+    """
+
+    finding: str
+    process: str
+    seconds: float
+    samples: int
+    places: tuple[CodeLocation, ...]
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """A stretch of the run, for the timeline."""
+    """A stretch of the run, for the timeline.
 
-    start_s: float  # its beginning, in seconds since ``on_train_start``
-    wall_s: float  # its length in seconds
-    steps: int  # training batches finished in it
-    phases: dict[str, float]  # exclusive seconds by phase
-    gpu_utilization: float | None = None  # what NVML reported of this rank's GPU, 0-100 %; None without one
+    Attributes:
+        start_s: its beginning, in seconds since ``on_train_start``.
+        wall_s: its length in seconds.
+        steps: training batches finished in it.
+        phases: exclusive seconds by phase.
+        gpu_utilization: what NVML reported of this rank's GPU, 0-100 %; None without one.
+    """
+
+    start_s: float
+    wall_s: float
+    steps: int
+    phases: dict[str, float]
+    gpu_utilization: float | None = None
 
     def share(self, phase: str) -> float:
+        """A phase's share of its time, 0-1."""
         return self.phases.get(phase, 0.0) / self.wall_s if self.wall_s > 0 else 0.0
 
     @property
@@ -111,17 +135,25 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Proof:
-    """A setting that was advised and then applied: what was predicted beside what was measured."""
+    """A setting that was advised and then applied: what was predicted beside what was measured.
 
-    cause: str  # the finding that advised it
-    settings: dict[str, Any]  # what was changed
-    # steady steps per second, after over before, as (low, mid, high); None where it was not predicted
+    Attributes:
+        cause: the finding that advised it.
+        settings: what was changed.
+        predicted: steady steps per second, after over before, as (low, mid, high); None where it was not predicted.
+        measured: the same, measured.
+        steps: how many steps it was measured in, before and after; None where that is not known.
+    """
+
+    cause: str
+    settings: dict[str, Any]
     predicted: tuple[float, float, float] | None
-    measured: float  # the same, measured
-    steps: tuple[int, int] | None = None  # how many it was measured in, before and after; None where that is not known
+    measured: float
+    steps: tuple[int, int] | None = None
 
     @property
     def enough(self) -> bool:
+        """Whether there are enough steps on both sides to prove something."""
         return self.steps is None or min(self.steps) >= ENOUGH_STEPS
 
     @property
@@ -134,16 +166,26 @@ class Proof:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that AutoFix has tried while training ran, or can only advise."""
+    """A setting that AutoFix has tried while training ran, or can only advise.
 
-    setting: str  # its name
-    from_: Any  # its value before; ``"from"`` in JSON and as a key
-    to: Any  # its value then
-    # steady steps per second, of ``persistent_workers`` whole epochs per second, after over before, as (low, mid, high)
-    predicted: tuple[float, float, float] | None = None  # None where it was not predicted
-    measured: float | None = None  # the same, measured; None where it never took effect
-    kept: bool | None = None  # None where it never took effect
-    why: str = ""  # it was taken back, or never took effect; of one that was kept, why it was not predicted
+    Attributes:
+        setting: its name.
+        from_: its value before; ``"from"`` in JSON and as a key.
+        to: its value then.
+        predicted: steady steps per second, after over before, as (low, mid, high); of ``persistent_workers`` whole
+            epochs per second. None where it was not predicted.
+        measured: the same, measured. None where it never took effect.
+        kept: whether it was kept; None where it never took effect.
+        why: why it was taken back, or never took effect; of one that was kept, why it was not predicted.
+    """
+
+    setting: str
+    from_: Any
+    to: Any
+    predicted: tuple[float, float, float] | None = None
+    measured: float | None = None
+    kept: bool | None = None
+    why: str = ""
 
     def __getitem__(self, name: str) -> Any:
         """A field by its name in JSON: ``change["from"]``."""

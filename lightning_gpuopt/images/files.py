@@ -365,7 +365,7 @@ def _no_classes(path: str, loose: list[str]) -> str:
 def _size(path: str) -> int:
     try:
         return os.stat(path).st_size
-    except FileNotFoundError:
+    except OSError:  # it is met when it is read
         return 0
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.compat.dataloader import pin_batch
 from lightning_gpuopt.compat.lightning import rank_zero_info
-from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
 from lightning_gpuopt.loading.engine.engine import CannotServe
@@ -20,6 +19,9 @@ from lightning_gpuopt.loading.engine.iterator import EngineIterator, can_serve
 from lightning_gpuopt.loading.engine.shared_blocks import can_share
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
+
+if TYPE_CHECKING:  # else callbacks would need the decoders
+    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 log = logging.getLogger(__name__)
 

@@ -10,19 +10,21 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.loaders.sample_keys import each_of
 from lightning_gpuopt.loading import datasets
 from lightning_gpuopt.loading.order import mix
 from lightning_gpuopt.loading.sampler import BatchIndices
 from lightning_gpuopt.prefetch.randomness import RandomStates
+
+if TYPE_CHECKING:  # else callbacks would need the decoders
+    from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 
 class EpochSamples(Dataset[Any]):

@@ -43,7 +43,10 @@ class RandomStates:
 
 
 def drawn_since_seeded() -> Literal["torch", "another"] | None:
-    """The random state that a worker drew from since torch seeded it; 624 words of NumPy's or Python's go unseen."""
+    """The random state that a worker drew from since torch seeded it.
+
+    Of NumPy's and Python's states the position is looked at: a draw of a multiple of 624 words is not seen.
+    """
     seeded = torch.Generator().manual_seed(torch.initial_seed())
     if not torch.equal(torch.get_rng_state(), seeded.get_state()):
         return "torch"

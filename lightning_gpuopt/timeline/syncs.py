@@ -175,11 +175,6 @@ class SyncLook:
         return self._catcher is not None and threading.get_ident() == self._thread and os.getpid() == self._process
 
 
-def _innermost(function: Any) -> Any:
-    """What a decorated function decorates."""
-    return inspect.unwrap(function) if callable(function) else None
-
-
 def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:
     """Where in the user's code a call was made; frames in ``filename``, the warning's place, are torch's machinery.
 

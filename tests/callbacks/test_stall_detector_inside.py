@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_gpuopt import StallDetector, StallReport
-from lightning_gpuopt.detector import looks
+from lightning_gpuopt.detector import profiling_passes
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work
@@ -347,7 +347,7 @@ class TestWhatAStepComputes:
     def test_by_kind_by_kernel_and_by_module(
         self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(looks, "has_compiled", lambda: False)
+        monkeypatch.setattr(profiling_passes, "has_compiled", lambda: False)
         report = fit(watched, tmp_path, Named(watched), steps=60, profile="on")
         assert {kind: share for kind, share in report.kernel_kinds.items() if share > 0.001} == pytest.approx(
             {"matmul": 12 / 20, "attention": 6 / 20, "optimizer": 2 / 20}, abs=0.01
@@ -373,7 +373,7 @@ class TestWhatAStepComputes:
     def test_no_hooks_once_anything_was_compiled(
         self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(looks, "has_compiled", lambda: True)
+        monkeypatch.setattr(profiling_passes, "has_compiled", lambda: True)
         report = fit(watched, tmp_path, Named(watched), steps=60, profile="on")
         assert {each.module for each in report.kernels} == {""}
         assert report.kernel_kinds["matmul"] == pytest.approx(12 / 20, abs=0.01)

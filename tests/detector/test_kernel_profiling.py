@@ -126,7 +126,7 @@ class Run:
         self.gpu = BEHIND
         self.steps = 0
         self.begun: list[tuple[int, str]] = []
-        self.profiling = KernelProfiling(
+        self.looks = KernelProfiling(
             self.device,  # type: ignore[arg-type]
             0.1,
             profile=profile,
@@ -142,9 +142,9 @@ class Run:
             self.steps += 1
             if self.steps_left is not None:
                 self.steps_left -= 1
-            self.profiling.step_done(self.steps, (lambda: self.gpu) if warm else None)
+            self.looks.step_done(self.steps, (lambda: self.gpu) if warm else None)
             if warm and self.steps % 10 == 0:
-                self.profiling.window_done(self.gpu, 0.1)
+                self.looks.window_done(self.gpu, 0.1)
             for events in (FakeSyncLook.events, FakeProfilerLook.events):
                 self.begun += [(self.steps, event) for event in events]
                 events.clear()

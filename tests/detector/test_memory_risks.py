@@ -34,17 +34,17 @@ class Run:
         self.rank = Series()
         self.workers: dict[int, Any] = {}
         self.leaks: list[str] = []
-        self.profiling: list[RiskInputs] = []
+        self.looks: list[RiskInputs] = []
         self.sent: list[int] = []
         self.kept: list[bytes] = []
         self.memory = self
         self.facts = SimpleNamespace(num_workers=0, prefetch_factor=None)
         self.note_leak = self.leaks.append
-        self.look = self.profiling.append
+        self.look = self.looks.append
         self.readings: Callable[[], dict[str, Any]] = dict
 
     def send(self) -> None:
-        self.sent.append(len(self.profiling))
+        self.sent.append(len(self.looks))
 
     def holds(self, mib: int) -> None:
         self.rank.add(MemoryReading(self.now_s, rss=mib * MIB))

@@ -159,6 +159,14 @@ def test_a_broken_file_is_left_out_and_one_that_is_gone_stops_the_build(
     assert [data for data, _ in stored(tmp_path / "out")] == [files[name] for name in names]
 
 
+def test_a_path_that_cannot_be_looked_at_is_met_when_it_is_read(tmp_path: Path, files: dict[str, bytes]) -> None:
+    dataset = ImageFolder(tmp_path / "images")
+    dataset.samples[4] = (f"{dataset.samples[0][0]}/below-a-file.jpg", 1)
+    assert open_source(dataset).num_bytes == sum(map(len, files.values())) - len(files["b/00001.jpg"])
+    with pytest.raises(NotADirectoryError, match=r"resume=True: '.*below-a-file\.jpg'"):
+        build_lmdb(dataset, tmp_path / "out", progress=False)
+
+
 class Mirrored(ImageFolder):
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         image, label = super().__getitem__(index)
