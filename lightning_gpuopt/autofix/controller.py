@@ -173,16 +173,16 @@ class AutoFixController:
 
     def _as_many_as_pay(self, wanted: Wanted, now: int, window: Measurement) -> Wanted | None:
         """The largest number of workers whose start-up cost is repaid, where that is known; None: not even one more."""
-        length, evidence = self._run_length(), self._history
-        if not length.steps or not evidence.set_ups or wanted.predicted is None:
+        length, history = self._run_length(), self._history
+        if not length.steps or not history.set_ups or wanted.predicted is None:
             return wanted
         saving_s = {
             workers: net_saving(
                 workers,
                 now,
-                step_s=fmean(evidence.before),
+                step_s=fmean(history.before),
                 steps=length.epochs_left * length.steps,
-                set_up_s=max(evidence.set_ups[1:] or evidence.set_ups),
+                set_up_s=max(history.set_ups[1:] or history.set_ups),
                 cpus=self._cpus,
                 speedup=wanted.predicted[1],
             )
@@ -233,15 +233,15 @@ class AutoFixController:
 
     def _look_at_costs(self) -> None:
         """Take back changes, kept in mid-epoch, that cost more at the next epoch's set-up than their steps save."""
-        kept, evidence = self._unpaid, self._history
-        if not kept or len(evidence.set_ups) <= kept[-1].set_ups_before:
+        kept, history = self._unpaid, self._history
+        if not kept or len(history.set_ups) <= kept[-1].set_ups_before:
             return
         self._unpaid = []
-        before_s, after_s = evidence.set_up_costs(kept[-1])
-        costs_s, step_s = after_s - before_s, fmean(evidence.before)
+        before_s, after_s = history.set_up_costs(kept[-1])
+        costs_s, step_s = after_s - before_s, fmean(history.before)
         if costs_s <= sum(each.saved_s for each in kept):
             return
-        evidence.before.clear()
+        history.before.clear()
         indices = [each.entries["num_workers"] for each in kept]
         self._restore("num_workers", self.changes[indices[0]].from_)
         for index in indices:

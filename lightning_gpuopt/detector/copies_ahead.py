@@ -20,5 +20,6 @@ class CopiesProbe(Probe):
     @override
     def read(self) -> dict[str, Any]:
         callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        # hasattr(): isinstance() of a protocol takes ten times as long
         first: Any = next((each for each in callbacks if hasattr(each, "copies_ahead")), None)
         return {"ahead": (first.copies_ahead() if first is not None else None) or AheadCopies()}

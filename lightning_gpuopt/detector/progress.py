@@ -41,7 +41,7 @@ class ProgressWatch:
         trainer: Trainer,
         recorder: FlightRecorder | None = None,
         timeout_s: float | None = None,
-        write: Callable[[float], None] = lambda quiet_s: None,  # gets seconds since the last progress; ends nothing
+        write: Callable[[float], None] = lambda quiet_s: None,  # called when a hang begins, with seconds since progress
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorder = recorder

@@ -51,7 +51,7 @@ def report_of(
     *,
     stretches: list[Window],
     own_callbacks: frozenset[str] = frozenset(),
-    run_settings: RunSettingsWatch | None = None,
+    run_settings: RunSettingsWatch | None = None,  # on CUDA only
     padded: Sequence[PaddedBatch] = (),
     **known: Any,
 ) -> StallReport:

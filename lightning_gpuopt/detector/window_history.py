@@ -31,7 +31,7 @@ class WindowHistory:
     """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs."""
 
     def __init__(self, device: torch.device | None, process: Callable[[], ProcessReading]) -> None:
-        self._device = device
+        self._device = device  # a CUDA device, or None
         self._process = process
         self._records = BoundedSeries(_MAX_RECORDS, WindowRecord.joined)
         self._clock: tuple[float, float] = (0.0, 0.0)

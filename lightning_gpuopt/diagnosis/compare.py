@@ -132,13 +132,13 @@ def comparison_data(comparison: Comparison, gate: Gate | None = None) -> dict[st
         "speedup": comparison.speedup,
         "differences": comparison.differences,
         "proofs": [asdict(each) for each in comparison.proofs],
-        "gate": known(asdict(gate)) if gate is not None else None,
+        "gate": _known(asdict(gate)) if gate is not None else None,
     }
-    return known(data)
+    return _known(data)
 
 
 def _run(report: RunRecord) -> dict[str, Any]:
-    return known(
+    return _known(
         {
             "verdict": report.verdict,
             "steps": report.steps,
@@ -149,5 +149,5 @@ def _run(report: RunRecord) -> dict[str, Any]:
     )
 
 
-def known(data: dict[str, Any]) -> dict[str, Any]:
+def _known(data: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in data.items() if value is not None}

@@ -142,7 +142,7 @@ def _spread(measurement: Measurement) -> float:
 
 
 def speedup_of_workers(measurement: Measurement, workers: int, prefetch_factor: int | None = None) -> Interval | None:
-    """Steady steps per second with so many workers and batches ahead, over now, as ``what-if``: (low, mid, high)."""
+    """Steady steps per second with so many workers (0: none) and batches ahead, over now; ``what-if`` says the same."""
     ahead = prefetch_factor or measurement.loader.prefetch_factor
     return _speedup(_explained(measurement), measurement, workers, ahead)
 
@@ -204,7 +204,7 @@ def speedup_without(
 
 
 def speedup_of_persistent_workers(epoch_s: float, set_up_s: float, first_batch_s: float) -> Interval:
-    """Epochs per second with workers that persist, over now; ``first_batch_s`` of ``set_up_s`` stays."""
+    """Epochs per second with persistent workers over now: (low, mid, high); ``first_batch_s`` of ``set_up_s`` stays."""
     return _speedup_to(epoch_s + first_batch_s, epoch_s + set_up_s, SPREADS["without"])
 
 

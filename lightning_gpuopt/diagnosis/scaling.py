@@ -136,17 +136,17 @@ def _over(
 
 
 def _reduced(link: Link, ranks: int, size: int, batches: int, side: int, own_s: float) -> tuple[float, float]:
-    """What a batch with so much own work takes longer, and the own work with which ``own + that`` is ``ranks * own``.
+    """Seconds that a batch with so much own work takes longer; own work below which several GPUs are slower than one.
 
     A ring: each GPU sends and receives ``2 (n - 1) / n`` of the bytes, once in so many batches. At best the link is at
     its fastest. Beside the last bucket no backward pass runs.
     """
     buckets, overhead_s = _buckets(size), _STEP_OVERHEAD_S[side]
     sent = 2 * (ranks - 1) / ranks * size / buckets
-    last_s = sent / (link.gb_per_s[2 - side] * 1e9) + link.latency_s[side]
-    exposed_s = max(last_s, buckets * last_s - _BACKWARD * own_s) / batches + overhead_s
-    unhidden_s = (last_s / batches + overhead_s) / (ranks - 1)
-    hidden_s = (buckets * last_s / batches + overhead_s) / (ranks - 1 + _BACKWARD / batches)
+    bucket_s = sent / (link.gb_per_s[2 - side] * 1e9) + link.latency_s[side]
+    exposed_s = max(bucket_s, buckets * bucket_s - _BACKWARD * own_s) / batches + overhead_s
+    unhidden_s = (bucket_s / batches + overhead_s) / (ranks - 1)
+    hidden_s = (buckets * bucket_s / batches + overhead_s) / (ranks - 1 + _BACKWARD / batches)
     return exposed_s, max(unhidden_s, hidden_s)
 
 

@@ -224,7 +224,8 @@ def _made_longer_by_pauses(gpu: GpuTimes) -> float:
 def _idle_by_utilization(gpu: GpuTimes, wall_s: float, aside_s: float, percent: float) -> float:
     """Idle seconds inside the steps, if the GPU was busy for so many percent of the time.
 
-    What lies between the steps is taken as idle: the benefit of the doubt. Copies are a cause of their own.
+    What lies between the steps is taken as idle: the benefit of the doubt. NVML counts no copies; they
+    are a cause of their own.
     """
     between_s = sum(seconds for name, seconds in gpu.idle.items() if in_steps(name)) + gpu.copy_s
     return max(wall_s * (1 - percent / 100) - aside_s - between_s, 0.0)

@@ -146,7 +146,7 @@ _MAY_BE_TURNED: Final = re.compile(b"eXIf|EXIF|Raw profile type|Orientation")
 
 
 def with_pixels_as_stored(image: Image.Image, data: bytes) -> bytes | None:
-    """The image file, with an EXIF orientation of 1, of an opened and not yet decoded image; None: unknown pixels."""
+    """The file of an opened, not yet decoded image, with an EXIF orientation of 1; None: no file gives these pixels."""
     if getattr(image, "decoderconfig", ()):  # a draft, which is smaller
         return None
     if image.mode != "RGB":  # read in its mode, and never turned

@@ -219,7 +219,10 @@ def taking(ready_s: Sequence[float]) -> float:
 
 
 def prefetch_needed(mean_s: float, unevenness: float, consumer_s: float, workers: int, now: int) -> int:
-    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``."""
+    """Batches that each worker should prepare ahead to bridge a slow one: at least twice ``now``.
+
+    ``unevenness`` is the variance of a worker's time over its squared mean, ``consumer_s`` the step without its wait.
+    """
     consumer_s = max(consumer_s, mean_s / workers, 1e-6)
     slow_s = mean_s * (1 + 3 * math.sqrt(unevenness))
     # What piles up behind the slow ones in a queue that is used so far: Kingman's formula, even arrivals. That is a

@@ -96,7 +96,7 @@ class LookAheadFetcher:
         self._start_profiler: Callable[[], None] = inner._start_profiler
         self._stop_profiler: Callable[[], None] = inner._stop_profiler
         self._ahead: deque[Entry] = deque()
-        self.is_active = True  # else what was fetched, and what is on its way, is still handed out in its turn
+        self.is_active = True  # while False, what was fetched or is on its way is still handed out in its turn
         self._checked = 0
         self._take_over()
 

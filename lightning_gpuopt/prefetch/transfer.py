@@ -33,6 +33,7 @@ class FasterOfTwo:
         return min(self._seconds, key=lambda way: len(self._seconds[way]))
 
     def took(self, way: str, seconds: float) -> None:
+        """A batch has gone this way, in so many seconds of the training thread."""
         if self._chosen is not None:
             return
         self._seconds[way].append(seconds)
@@ -50,8 +51,8 @@ class UserCodeError(Exception):
 
 class Staged:
     __slots__ = (
-        *("at", "events", "has_begun", "host_s", "moved", "nbytes", "pageable_bytes", "pinning", "sources"),
-        *("targets", "way"),
+        *("at", "events", "has_begun", "host_s", "moved", "nbytes"),
+        *("pageable_bytes", "pinning", "sources", "targets", "way"),
     )
 
     def __init__(self, events: CopyEvents) -> None:

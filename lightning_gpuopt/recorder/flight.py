@@ -72,7 +72,10 @@ _STEPS_OF: Final = {
 
 
 class FlightRecorder:
-    """Records one ``fit``, ``validate``, ``test`` or ``predict``; OSError: no memory for rings, as off Linux."""
+    """Records one ``fit``, ``validate``, ``test`` or ``predict``; OSError: no memory for rings, as off Linux.
+
+    Rings are written to ``folder`` (None: nowhere), under ``watch`` to its folder.
+    """
 
     def __init__(self, trainer: Trainer, folder: Path | None, stage: str = "fit") -> None:
         which = stage, trainer.world_size

@@ -327,7 +327,7 @@ def part(source: Source, start: int, number: int, key: int | str) -> Any:
 
 
 def number_from_end(structure: Any, key: int | str) -> tuple[np.dtype[Any], int] | None:
-    """A part's dtype, and how many bytes before a value's end it begins; None: no number, or any length is after it."""
+    """A part's dtype, and how many bytes before a value's end it begins; None: no number, or its place varies."""
     kind, *rest = structure
     if kind not in ("tuple", "list", "dict"):
         return None

@@ -78,7 +78,10 @@ class NvmlSession:
             pynvml.nvmlShutdown()
 
     def driver(self, between_calls: Callable[[], None] = nothing) -> tuple[str, tuple[int, int] | None]:
-        """The driver's version, and the newest CUDA that it runs (None: not told); NvmlUnavailableError: no answer."""
+        """The driver's version, and the newest CUDA that it runs (None: not told); NvmlUnavailableError: no answer.
+
+        ``between_calls`` is called before each NVML call; what it raises ends the asking.
+        """
         try:
             between_calls()
             version = pynvml.nvmlSystemGetDriverVersion()

@@ -64,9 +64,8 @@ class _Meter:
         self.number = number
         # a memoryview is read and set faster than the ctypes array behind it
         self.row = memoryview(block).cast("B").cast("d")[number : number + _FIELDS]
-        self.fetch_began = self.fetch_cpu = (
-            0  # of the fetch under way: nanoseconds, and of the thread's CPU; 0: unknown
-        )
+        # of the fetch under way: nanoseconds, and of the thread's CPU; 0: unknown
+        self.fetch_began = self.fetch_cpu = 0
         self.skip = 0  # batches that go without a reading of the CPU clock
         self.data_share = self.collate_share = 0.0  # CPU over wall time in batches that were measured in full
         self._measured = [0, 0, 0, 0]

@@ -67,7 +67,10 @@ def worker_cap(
     prefetch_factor: int = 2,
     keep: bool = False,
 ) -> Cap:
-    """The most workers that one rank's loader should have; with ``keep``, that may stay: no reserve counts then."""
+    """The most workers that one rank's loader should have, by default at most min(32, 8 × usable CPUs).
+
+    ``keep``: how many of the running ones may stay. Only what is really short counts then, and no reserve.
+    """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps = [Cap(sys.maxsize if keep else most, "max_num_workers")]
     of_memory, of_shared = (_PART_TO_KEEP,) * 2 if keep else (_PART_OF_MEMORY, PART_OF_SHARED_MEMORY)

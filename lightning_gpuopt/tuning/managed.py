@@ -48,7 +48,7 @@ class ManagedLoader:
         own: int | None = None,  # workers that the user has given it; None: as far as is known of it
         num_workers: int | None = None,
         measures: bool = False,  # time its fetches from the first one on; else once its number of workers is changed
-        wrapped: bool = False,  # the program iterates it inside a loader of its own, maybe on a thread: not *now*
+        wrapped: bool = False,  # iterated inside a loader of the program's, maybe on a thread: nothing changes at once
     ) -> None:
         self._wrapped = wrapped
         self.own_workers = own_workers(loader) if own is None else own

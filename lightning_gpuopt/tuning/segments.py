@@ -55,7 +55,9 @@ class Segments:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> Segments:
-        found: Segments = _shared.setdefault(loader, Segments())  # type: ignore[no-untyped-call]
+        if loader not in _shared:
+            _shared[loader] = Segments()
+        found: Segments = _shared[loader]
         return found
 
     def end_kept(self) -> None:

@@ -42,7 +42,10 @@ def real_number(
     at_most: float | None = None,
     or_none: bool = False,
 ) -> float:
-    """A finite number, numpy's included, as Python's float; else ValueError. ``or_none`` changes the text alone."""
+    """A finite number larger than ``above``, numpy's included, as Python's float; else ValueError.
+
+    ``what`` names the unit; ``or_none`` changes the text alone.
+    """
     expected = what
     expected += "" if above is None else f" above {above}"
     expected += "" if least is None else f", at least {least}"

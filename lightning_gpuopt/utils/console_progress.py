@@ -26,7 +26,7 @@ class ConsoleProgress:
         what: str = "build",
         unit: str = "samples",
         enabled: bool = True,
-        lines: bool = True,  # now and then without a terminal
+        lines: bool = True,  # without a terminal a line is printed now and then
         after_s: float = 0.0,  # before that no bar is shown
         transient: bool = False,  # the bar is erased at the end
         console: Console | None = None,  # None: on stderr
