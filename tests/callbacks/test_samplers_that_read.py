@@ -190,9 +190,9 @@ def monitors_of(name: str) -> list[Callback]:
 
 
 CORE = [
-    *(f"finder-{kind}-{given}" for kind in SAMPLERS for given in "01"),
-    *(f"finder-{kind}-persistent" for kind in ("HardFirst", "Buckets", "AtOnce")),
-    *(f"{monitor}-{kind}-1" for monitor in ("autofix", "prefetch") for kind in ("HardFirst", "Buckets")),
+    *(f"finder-{kind}-1" for kind in SAMPLERS),
+    *(f"finder-{kind}-0" for kind in ("HardFirst", "Buckets", "AtOnce")),
+    *("finder-AtOnce-persistent", "autofix-HardFirst-1", "prefetch-Buckets-1"),
 ]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, GpuUtilMonitor, NumWorkersFinder, StallDetector
+from tests.lanes import combinations
 from tests.loaders.let_go import PROGRAMS, Event, events_of
 
 MONITORS: dict[str, Callable[[], list[Any]]] = {
@@ -27,8 +28,11 @@ def plain_events(program: str) -> list[Event]:
     return events_of(program)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("monitors", MONITORS)
+@combinations(
+    " ".join(f"{'autofix' if program == 'tuned' else 'finder'}-{program}" for program in PROGRAMS),
+    monitors=list(MONITORS),
+    program=list(PROGRAMS),
+)
 def test_iterators_and_workers_end_as_without(
     program: str, monitors: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -44,8 +48,9 @@ def printed(program: str, *before: str) -> Any:
     return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[[")))
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("fix", [[], ["--fix"]], ids=["watch", "fix"])
-@pytest.mark.parametrize("program", ["reloads_several", pytest.param("tuned", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("program", ["reloads_several", "tuned"])
 def test_under_watch_too(program: str, fix: list[str], tmp_path: Path) -> None:
     watch = [sys.executable, "-m", "lightning_gpuopt", "watch", *fix, "--report-dir", str(tmp_path), "--"]
     assert printed(program, *watch) == printed(program)

@@ -25,8 +25,8 @@ def printed(*command: str) -> str:
     ("kinds", "fix"),
     [
         pytest.param(HERE, [], id="here"),
-        pytest.param(["late-collate-worker"], [], id="in a worker"),
-        pytest.param(["ranks"], [], id="in a rank that is forked"),
+        pytest.param(["late-collate-worker"], [], id="in a worker", marks=pytest.mark.matrix),
+        pytest.param(["ranks"], [], id="in a rank that is forked", marks=pytest.mark.matrix),
         pytest.param([*HOOKS, *IN_WORKERS], ["--fix"], id="fix", marks=pytest.mark.matrix),
     ],
 )
