@@ -12,6 +12,7 @@ import io
 import os
 import select
 import sys
+import textwrap
 import traceback
 from collections.abc import Sequence
 
@@ -59,10 +60,12 @@ def _run(arguments: list[str]) -> int:
         version=__version__,
     )
     parser.add_debug_switch()
-    subcommands = parser.add_subcommands(dest="command", required=True)
+    subcommands = parser.add_subcommands(dest="command", required=True, metavar="COMMAND")
     modules = {name: importlib.import_module(_module_of(name)) for name in COMMANDS}
     for name, module in modules.items():
-        subparser = Parser(description=module.SUMMARY, usage=getattr(module, "USAGE", None))
+        usage = getattr(module, "USAGE", None)
+        usage = usage and textwrap.fill(usage, 72, subsequent_indent=" " * 7, break_on_hyphens=False)
+        subparser = Parser(description=module.SUMMARY, usage=usage)
         subparser.add_debug_switch()
         subcommands.add_subcommand(name, subparser, help=module.SUMMARY)
         module.add_arguments(subparser)  # may add subcommands of its own, which must come after

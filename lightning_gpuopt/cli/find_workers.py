@@ -45,10 +45,16 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a function without arguments that returns a DataLoader; modules in the current directory are found, too",
     )
     add("--step-time", type=NonNegativeFloat, default=0.0, metavar="MS", help="milliseconds of a training step")
-    add("--max-num-workers", type=PositiveInt, help="upper limit of workers to try")
-    add("--max-seconds", type=Seconds, default=10.0, help="time for the whole search")
-    add("--tolerance", type=Tolerance, default=0.05, help="a gain below this share is not worth a worker")
-    add("--local-world-size", type=PositiveInt, default=1, help="ranks of this node that load at the same time")
+    add("--max-num-workers", type=PositiveInt, metavar="N", help="upper limit of workers to try")
+    add("--max-seconds", type=Seconds, default=10.0, metavar="S", help="seconds for the whole search")
+    add("--tolerance", type=Tolerance, default=0.05, metavar="X", help="a gain below this share is not worth a worker")
+    add(
+        "--local-world-size",
+        type=PositiveInt,
+        default=1,
+        metavar="N",
+        help="ranks of this node that load at the same time",
+    )
     add("--iterable", action="store_true", help="also for an IterableDataset, whose order depends on the number")
     add("--json", action="store_true", help="as JSON")
 

@@ -54,22 +54,33 @@ def _add_build(parser: ArgumentParser) -> None:
         "dataset of this package",
     )
     add("path", metavar="DST", type=str, help="the dataset's directory")
-    add("--num-proc", type=PositiveInt, default=1, help="processes, a shard each")
+    add("--num-proc", type=PositiveInt, default=1, metavar="N", help="processes, a shard each")
     add("--part", type=str, metavar="I/N", help="do part I (from 0) of N; then once without it and with --resume")
     add("--resume", action="store_true", help="go on with a build that was interrupted, if it is not finished")
     add("--overwrite", action="store_true", help="replace the dataset that is there")
     add("--strict", action="store_true", help="stop at the first image that cannot be decoded")
     add("--allow-pickle", action="store_true", help="unpickle, which runs code that the source's author chose")
-    add("--image-size", type=PositiveInt, help="bring the shorter side of larger images down to as many pixels")
-    add("--image-quality", type=JPEGQuality, default=90, help="JPEG quality of images that are made smaller")
+    add(
+        "--image-size",
+        type=PositiveInt,
+        metavar="N",
+        help="bring the shorter side of larger images down to as many pixels",
+    )
+    add(
+        "--image-quality",
+        type=JPEGQuality,
+        default=90,
+        metavar="Q",
+        help="JPEG quality of images that are made smaller",
+    )
     add("--check", type=Literal["header", "decode"], default="header", help="how images are checked")
-    add("--shuffle-seed", type=NonNegativeInt, help="store the samples in the random order of this seed")
+    add("--shuffle-seed", type=NonNegativeInt, metavar="N", help="store the samples in the random order of this seed")
     add(
         "--kinds",
         type=dict[str, Literal["exact", "photograph"]],
         help='what image files are, by their part: \'{"mask.png": "exact"}\'',
     )
-    add("--max-skipped", type=float, default=0.01, help="stop once ten images, and more than this share, are bad")
+    add("--max-skipped", type=float, default=0.01, metavar="X", help="stop at ten bad images, if more than this share")
     add("--no-progress", action="store_true", help="show no progress")
 
 
@@ -77,7 +88,7 @@ def _add_verify(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="PATH", type=str, help="the dataset's directory")
     add("--decode", action="store_true", help="decode every image, too")
-    add("--num-proc", type=PositiveInt, default=1, help="processes")
+    add("--num-proc", type=PositiveInt, default=1, metavar="N", help="processes")
     add("--no-progress", action="store_true", help="show no progress")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_gpuopt import __version__, cli
-from lightning_gpuopt.cli import demo, main
+from lightning_gpuopt.cli import COMMANDS, demo, main
 
 SEE = "see 'lightning-gpuopt --help'"
 SEE_DEMO = "see 'lightning-gpuopt demo --help'"
@@ -161,3 +161,12 @@ def test_every_subcommand_is_a_module_with_a_summary_of_one_line(name: str) -> N
     module = importlib.import_module(f"lightning_gpuopt.cli.{name.replace('-', '_')}")
     assert module.SUMMARY
     assert "\n" not in module.SUMMARY
+
+
+@pytest.mark.parametrize("command", [[], *([each] for each in COMMANDS), ["lmdb", "build"], ["lmdb", "verify"]])
+def test_the_help_fits_into_80_columns(
+    command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*command, "--help"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
