@@ -474,7 +474,7 @@ class TestWords:
         )
 
 
-@pytest.mark.matrix
+@pytest.mark.timed
 def test_a_script_that_is_mended_while_it_runs(tmp_path):
     code, out, err = watch(tmp_path, scripts.STARVES, ours=("--fix",))
     assert (code, out) == (0, "ended\n")
