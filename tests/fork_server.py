@@ -1,7 +1,9 @@
 """Processes of their own without the seconds that importing torch and Lightning takes: forked from one that has.
 
-``run_module("tests.some_rank", ["what"], env)`` is ``python -m tests.some_rank what``: a process with its own
+``start(["-m", "tests.some_rank", "what"], env)`` is ``python -m tests.some_rank what``: a process with its own
 environment and output, which may die as it likes. The server starts with the first one, and ends with the tests.
+``lightning-gpuopt watch`` in such a process forks the Python that it is to run, too; a real interpreter is started by
+the tests of watch itself.
 """
 
 from __future__ import annotations
@@ -11,10 +13,10 @@ import atexit
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import random
-import runpy
 import selectors
 import signal
 import socket
@@ -22,12 +24,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from time import monotonic
-from types import ModuleType
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, NoReturn
 
 PRELOADED = (
     "torch.distributed",
@@ -39,6 +41,9 @@ PRELOADED = (
     "lightning_gpuopt.callbacks.num_workers_finder",
     "lightning_gpuopt.callbacks.stall_detector",
     "lightning_gpuopt.datamodules",
+    "lightning_gpuopt.cli",
+    "lightning_gpuopt.watch.child",
+    "lightning_gpuopt.watch.factory",
 )
 _LARGEST = 2**17
 
@@ -63,6 +68,11 @@ class Ran:
                 self._server.wait(self.pid, 0.0)
         return self.returncode
 
+    def lines(self) -> list[str]:
+        """What it has written to stdout as yet: the whole lines."""
+        written = os.pread(self._stdout.fileno(), _LARGEST, 0).decode()
+        return written[: written.rfind("\n") + 1].splitlines()
+
     def communicate(self, timeout: float) -> tuple[str, str]:
         """Wait for its end; what it has written.
 
@@ -83,7 +93,7 @@ class Ran:
 
 def _read(file: Any) -> str:
     file.seek(0)
-    text: str = file.read().decode()
+    text: str = file.read().decode(errors="replace")
     file.close()
     return text
 
@@ -104,9 +114,9 @@ class ForkServer:
             )
         atexit.register(self.close)
 
-    def run(self, program: dict[str, str], arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> Ran:
+    def run(self, arguments: Sequence[str], env: Mapping[str, str], cwd: Path | None) -> Ran:
         stdout, stderr = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        request = {**program, "arguments": list(arguments), "env": dict(env), "cwd": str(cwd or Path.cwd())}
+        request = {"arguments": list(arguments), "env": dict(env), "cwd": str(cwd or Path.cwd())}
         descriptors = array.array("i", [stdout.fileno(), stderr.fileno()])
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)]
         self._socket.sendmsg([json.dumps(request).encode()], ancillary)
@@ -146,29 +156,36 @@ class ForkServer:
 _server: ForkServer | None = None
 
 
-def run_module(
-    module: str, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None, cwd: Path | None = None
-) -> Ran:
-    """Start a process that runs a module as ``__main__``.
+def start(arguments: Sequence[str], env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Ran:
+    """Start a process as ``python`` with these arguments: ``[-W FILTER] (-m MODULE | -c CODE | FILE) ...``.
 
     Args:
-        module: its name.
-        arguments: ``sys.argv`` after the program's name.
-        env: the whole environment; this process's by default. What only a program's start reads has no effect.
+        arguments: those of the interpreter, then those of the program.
+        env: the whole environment; this process's by default. Of what only an interpreter's start reads, PYTHONPATH
+            has its effect.
         cwd: its working directory; this process's by default.
     """
-    return _running_server().run({"module": module}, arguments, os.environ if env is None else env, cwd)
+    return _running_server().run(arguments, os.environ if env is None else env, cwd)
+
+
+def run(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, cwd: Path | None = None, timeout: float = 100.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, as ``subprocess.run`` with its output; by a fork where it is this Python."""
+    if command[0] != sys.executable:
+        return subprocess.run(command, env=env, cwd=cwd, timeout=timeout, capture_output=True, text=True, check=False)
+    ran = start(command[1:], env, cwd)
+    try:
+        stdout, stderr = ran.communicate(timeout)
+    finally:
+        ran.kill()
+    assert ran.returncode is not None
+    return subprocess.CompletedProcess(list(command), ran.returncode, stdout, stderr)
 
 
 def run_code(code: str, *arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run code as ``python -c`` does, for a minute at most."""
-    ran = _running_server().run({"code": code}, list(map(str, arguments)), os.environ, cwd)
-    try:
-        stdout, stderr = ran.communicate(60)
-    finally:
-        ran.kill()
-    assert ran.returncode is not None
-    return subprocess.CompletedProcess(["python", "-c", code], ran.returncode, stdout, stderr)
+    return run([sys.executable, "-c", code, *map(str, arguments)], cwd=cwd, timeout=60)
 
 
 def _running_server() -> ForkServer:
@@ -239,38 +256,87 @@ def main() -> None:
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if request is None:
         return
+    os.setsid()  # a group of its own, for a test to send signals to
+    _become(request["arguments"], request["env"], request["cwd"])
+
+
+def _become(arguments: list[str], env: Mapping[str, str], cwd: str) -> NoReturn:
+    """Be an interpreter with these arguments, in a process that was forked a moment ago."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
+    os.environ.update(env)
+    os.chdir(cwd)
     random.seed()
-    sys.argv[1:] = request["arguments"]
-    code = _run(request)
+    importlib.invalidate_caches()
+    sys.modules["lightning_gpuopt.watch.child"].subprocess = SimpleNamespace(Popen=_forked)  # type: ignore[attr-defined]
+    code = _run(arguments)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
     os._exit(code)  # to take the interpreter apart would touch, and so copy, all of the server's memory
 
 
-def _run(request: dict[str, Any]) -> int:
-    """Run a module, or code, as the program; returns its exit code."""
+def _run(arguments: list[str]) -> int:
+    """Run an interpreter's program; its exit code, or minus the signal that Python would end itself with."""
+    sys.orig_argv[1:] = arguments
+    while arguments[0] == "-W":
+        sys.warnoptions.append(arguments[1])
+        warnings._processoptions([arguments[1]])  # type: ignore[attr-defined]
+        arguments = arguments[2:]
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [*paths, *(path for path in sys.path[1:] if path not in paths)]
+    sys.modules["__main__"] = program = ModuleType("__main__")
     try:
-        if "module" in request:
-            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        if arguments[0] == "-c":
+            sys.argv, source, file = ["-c", *arguments[2:]], arguments[1], "<string>"
+            sys.path.insert(0, "")
+        elif arguments[0] == "-m":
+            sys.path.insert(0, os.getcwd())
+            spec = importlib.util.find_spec(arguments[1])
+            if spec is not None and spec.submodule_search_locations is not None:
+                spec = importlib.util.find_spec(f"{arguments[1]}.__main__")
+            assert spec is not None
+            assert spec.origin is not None
+            program.__spec__, program.__package__ = spec, spec.parent
+            file = program.__file__ = spec.origin
+            sys.argv, source = [file, *arguments[2:]], Path(file).read_text(encoding="utf-8")
         else:
-            sys.argv[0] = "-c"
-            sys.modules["__main__"] = program = ModuleType("__main__")
-            exec(compile(request["code"], "<string>", "exec"), vars(program))
+            file = program.__file__ = arguments[0]
+            sys.argv, source = arguments, Path(file).read_text(encoding="utf-8")
+            sys.path.insert(0, os.path.dirname(os.path.abspath(file)))
+        exec(compile(source, file, "exec"), vars(program))
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
-            return end.code or 0
+            return (end.code or 0) & 0xFF
         print(end.code, file=sys.stderr)
         return 1
-    except BaseException:
-        traceback.print_exc()
-        return 1
+    except BaseException as error:
+        frames = error.__traceback__
+        assert frames is not None
+        sys.last_value = error.with_traceback(frames.tb_next)
+        sys.excepthook(type(error), error, frames.tb_next)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _forked(
+    command: Sequence[str], *, env: dict[str, str], preexec_fn: Callable[[], object]
+) -> subprocess.Popen[bytes]:
+    """``subprocess.Popen``, in which a Python that is to be started is forked, and the same to all who look at it."""
+
+    def become() -> None:
+        preexec_fn()
+        os.closerange(3, 4096)  # as an exec does
+        _become(list(command[1:]), env, os.getcwd())
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    python = command[0] == sys.executable
+    return subprocess.Popen(command, env=env, preexec_fn=become if python else preexec_fn)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from itertools import count
 from time import monotonic, sleep  # bound here: also real where a test simulates the time
 from typing import Any
 
-from tests.fork_server import Ran, run_module
+from tests.fork_server import Ran, start
 
 _RESULT = "result of this rank: "
 _ports = count(20_000 + os.getpid() * 16 % 10_000)
@@ -78,7 +78,7 @@ def run_ranks(
     ranks: list[Ran] = []
     with ExitStack() as ends:
         for each in environments(world_size, env):
-            ranks.append(run_module("tests.ranks", [function, json.dumps(arguments)], each))
+            ranks.append(start(["-m", "tests.ranks", function, json.dumps(arguments)], each))
             ends.callback(ranks[-1].kill)
         deadline = monotonic() + timeout_s
         while running := [number for number, rank in enumerate(ranks) if rank.poll() is None]:

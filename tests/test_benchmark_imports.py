@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.dali.running_pipeline import RunningPipeline
+from tests import fork_server
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -44,7 +44,7 @@ print(json.dumps(wrong))
 def wrong_imports(folder: Path) -> dict[str, list[str]]:
     """Import each module of a folder as if it was run as a script, then run each import that is written in it."""
     command = [sys.executable, "-W", "ignore", "-c", IMPORT_ALL, str(folder), *OPTIONAL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
+    done = fork_server.run(command, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found

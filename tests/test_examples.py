@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lightning_gpuopt import LMDBDataset, build_lmdb
+from tests import fork_server
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.example
@@ -28,7 +28,7 @@ def run(folder: Path, *command: str) -> str:
 
 def call(folder: Path, command: list[str], env: Mapping[str, str] | None = None) -> str:
     env = {**(os.environ if env is None else env), "MASTER_PORT": str(free_port())}  # for examples of several ranks
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+    done = fork_server.run(command, cwd=folder, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -143,7 +143,7 @@ def test_the_script_to_diagnose_knows_nothing_of_this_package(smoke: Callable[[P
 def test_watch_names_what_holds_that_script_up(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "lightning_gpuopt", "watch", "--", sys.executable]
     script = EXAMPLES / "diagnose_your_script/train.py"
-    done = subprocess.run([*command, str(script), "--smoke"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = fork_server.run([*command, str(script), "--smoke"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("20 steps, loss ")
     assert "\nVerdict: main_process_loading   (20 steps" in done.stderr
@@ -176,7 +176,7 @@ def test_an_executor_builds_the_dataset(smoke: Callable[[Path], tuple[Path, str]
 def test_a_dataset_that_is_there_already_is_not_built_again(tmp_path: Path) -> None:
     (tmp_path / "images.lmdb").mkdir()
     command = [sys.executable, str(EXAMPLES / "slurm_build_lmdb/build.py"), "--smoke"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = fork_server.run(command, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (1, "images.lmdb is there already: remove it, or give another --path\n")
 
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning_gpuopt import CudaPrefetcher
 from tests.callbacks.prefetched_process import KINDS, keeps_all, train
 from tests.callbacks.test_cuda_prefetcher import described
-from tests.fork_server import run_module
+from tests.fork_server import start
 from tests.lanes import combinations
 
 KILLED_AT = 10
@@ -27,7 +27,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 @combinations("stateful-0 lmdb-0", kind=KINDS)
 def test_killed_at_any_step_it_goes_on_as_if_it_had_not_been(kind: str, tmp_path: Path) -> None:
     expected = train(kind, tmp_path)
-    killed = run_module("tests.callbacks.prefetched_process", [kind, str(tmp_path), str(KILLED_AT)])
+    killed = start(["-m", "tests.callbacks.prefetched_process", kind, str(tmp_path), str(KILLED_AT)])
     killed.communicate(timeout=60)
     assert killed.returncode == -signal.SIGKILL
     checkpoints = sorted((tmp_path / "checkpoints").glob("*.ckpt"), key=lambda path: int(path.stem))

@@ -108,7 +108,7 @@ OURS = "import lightning_gpuopt; lightning_gpuopt.StallDetector; lightning_gpuop
 def test_a_fit_is_the_same_by_either_name_in_any_order_of_imports(imports: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", FIT.format(imports=imports)], capture_output=True, text=True, cwd=tmp_path
-    )
+    )  # not forked: the order of imports is what is tested
     assert done.returncode == 0, done.stderr
     without, with_validation = "4 4 0", "4 8 4"
     assert done.stdout.splitlines() == [without, without, with_validation, with_validation]

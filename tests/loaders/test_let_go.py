@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, GpuUtilMonitor, NumWorkersFinder, StallDetector
+from tests.fork_server import run
 from tests.lanes import combinations
 from tests.loaders.let_go import PROGRAMS, Event, events_of
 
@@ -43,9 +43,9 @@ def test_iterators_and_workers_end_as_without(
 @cache
 def printed(program: str, *before: str) -> Any:
     command = [*before, sys.executable, "-m", "tests.loaders.let_go", program]
-    run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(next(line for line in run.stdout.splitlines() if line.startswith("[[")))
+    done = run(command, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("[[")))
 
 
 @pytest.mark.matrix

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +14,7 @@ import psutil
 import pytest
 
 from lightning_gpuopt.cli import main
+from tests.fork_server import start
 from tests.helpers import wait_for
 from tests.ranks import free_port
 
@@ -42,15 +41,13 @@ HANGS = {
 def hanging(kind: str, folder: Path) -> Iterator[list[psutil.Process]]:
     """The processes of such a training, its main one first, once they hang."""
     environment = {**os.environ, "MASTER_PORT": str(free_port())}
-    command = [sys.executable, SCRIPT, kind, str(folder)]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, start_new_session=True) as process:
-        family = [psutil.Process(process.pid)]
-        try:
-            wait_for((folder / "stuck").exists)
-            family += family[0].children(recursive=True)
-            yield family
-        finally:
-            end(family)
+    family = [psutil.Process(start([SCRIPT, kind, str(folder)], environment).pid)]
+    try:
+        wait_for((folder / "stuck").exists)
+        family += family[0].children(recursive=True)
+        yield family
+    finally:
+        end(family)
 
 
 def end(family: list[psutil.Process]) -> None:

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,6 +28,7 @@ from lightning_gpuopt.recorder.reader import header_in, headers_in, records_in, 
 from lightning_gpuopt.recorder.ring import record_of
 from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import Beat, WorkerStart
+from tests import fork_server
 from tests.helpers import TinyModel, tiny_trainer
 
 QUIET: dict[str, Any] = {
@@ -514,13 +514,8 @@ if __name__ == "__main__":
 
 
 def run(tmp_path, *arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT, arguments[0], str(tmp_path), *arguments[1:]],
-        env={**os.environ, "PYTHONFAULTHANDLER": "", **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", SCRIPT, arguments[0], str(tmp_path), *arguments[1:]]
+    return fork_server.run(command, env={**os.environ, "PYTHONFAULTHANDLER": "", **environment})
 
 
 @pytest.mark.timed

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_gpuopt import CudaPrefetcher, LMDBDataModule, StallDetector
 from lightning_gpuopt.utils.cuda_events import new_event
+from tests.fork_server import run_code
 from tests.helpers import tiny_trainer
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work, simulated_gpu
 
@@ -92,10 +91,8 @@ with simulated_gpu():
 
 
 def test_a_forked_process_that_ends_as_a_program_destroys_none() -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", _ENDS_AS_A_PROGRAM], capture_output=True, text=True, cwd=ROOT, check=True
-    )
-    assert done.stdout.strip() == "0"
+    done = run_code(_ENDS_AS_A_PROGRAM, cwd=ROOT)
+    assert (done.stdout.strip(), done.returncode) == ("0", 0), done.stderr
 
 
 def test_here_an_event_is_destroyed_with_its_cycle(gpu: SimulatedGpu) -> None:

@@ -43,7 +43,7 @@ def ceiling_of(
     """Exit code, what was printed of training, and stderr; no process is left by then."""
     script = scripts.CEILING.replace("lightning.pytorch", name)
     code, out, err = watch(tmp_path, script, kind, repr(settings), ours=("--ceiling",))
-    left = [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(each.info["cmdline"] or ())]
+    left = [each for each in psutil.process_iter(["cwd"]) if each.info["cwd"] == str(tmp_path)]
     assert psutil.wait_procs(left, timeout=20)[1] == []
     said = ("rank", "validates", "after fit")
     return code, [line for line in out.splitlines() if line.startswith(said)], err

@@ -20,6 +20,7 @@ from lightning_gpuopt.postmortem.hangs import hang_of
 from lightning_gpuopt.recorder.reader import records_in
 from lightning_gpuopt.watch.flight_watch import FlightWatch
 from lightning_gpuopt.watch.mailbox import Watch
+from tests import fork_server
 from tests.ranks import free_port
 
 pytestmark = pytest.mark.timed
@@ -32,19 +33,9 @@ def environment():
     return {**os.environ, "PYTHONFAULTHANDLER": "", "MASTER_PORT": str(free_port())}
 
 
-def watch(tmp_path, case, workers, before=(), **options):
-    process = subprocess.run(
-        [
-            *(sys.executable, "-m", "lightning_gpuopt", "watch", "--report-dir", str(tmp_path), "--"),
-            *(*before, sys.executable, SCRIPT, case, str(workers)),
-        ],
-        env=environment(),
-        text=True,
-        errors="replace",
-        stderr=subprocess.PIPE,
-        check=False,
-        **options,
-    )
+def watch(tmp_path, case, workers, before=(), run=fork_server.run):
+    ours = [sys.executable, "-m", "lightning_gpuopt", "watch", "--report-dir", str(tmp_path), "--"]
+    process = run([*ours, *before, sys.executable, SCRIPT, case, str(workers)], env=environment())
     (folder,) = tmp_path.iterdir()
     return process, folder
 
@@ -174,9 +165,8 @@ def test_the_kernel_ends_a_worker_for_want_of_memory(tmp_path):
     except OSError:
         pytest.skip("no memory cgroup (version 1) can be made here")
     try:
-        _, folder = watch(
-            tmp_path, "data-eat", 2, preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
-        )
+        enter = lambda: (group / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
+        _, folder = watch(tmp_path, "data-eat", 2, run=partial(subprocess.run, preexec_fn=enter, check=False))
     finally:
         group.rmdir()
     found = json.loads((folder / "post-mortem.json").read_text())
@@ -205,7 +195,7 @@ def test_what_it_waits_for(case, workers, worker, index, where, likely, tmp_path
     command = [sys.executable, SCRIPT, case, str(workers)]
     watch = Watch(str(tmp_path))
     watch.begin(command)
-    child = subprocess.Popen(command, env=flight.environment(watch.environment(environment())))
+    child = fork_server.start(command[1:], flight.environment(watch.environment(environment())))
     family = [psutil.Process(child.pid)]
     try:
         flight.started(child.pid)
@@ -216,7 +206,7 @@ def test_what_it_waits_for(case, workers, worker, index, where, likely, tmp_path
     finally:
         for each in family:
             each.kill()
-        child.wait()
+        child.communicate(30)
     found = flight.finish(-signal.SIGKILL)
     assert found is not None
     assert (found.ended, found.process.worker, found.index) == ("hang", worker, index), found.text

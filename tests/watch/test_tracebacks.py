@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.fork_server import run
 from tests.watch.raises import HOOKS, KINDS, LOADERS
 
 IN_WORKERS = [kind for kind, options in LOADERS.items() if "num_workers" in options]
@@ -15,9 +15,9 @@ HERE = [kind for kind in KINDS if kind not in IN_WORKERS]
 
 
 def printed(*command: str) -> str:
-    run = subprocess.run([sys.executable, "-W", "ignore", "-m", *command], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
-    return run.stdout
+    done = run([sys.executable, "-W", "ignore", "-m", *command])
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="an exception is raised again with all that was caught")

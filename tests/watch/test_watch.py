@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,10 +31,15 @@ from lightning_gpuopt.watch import mailbox
 from lightning_gpuopt.watch.factory import WatchedRun
 from lightning_gpuopt.watch.mailbox import Watch
 from lightning_gpuopt.watch.summary import Fit, _found, fits_of, gpu_lines, next_command, render_end, why_none
+from tests import fork_server
 from tests.ranks import free_port
 from tests.watch import watched_scripts as scripts
 
 ENVIRONMENT = {key: value for key, value in os.environ.items() if not key.startswith("COLUMNS")} | {"COLUMNS": "80"}
+
+WATCH = [sys.executable, "-m", "lightning_gpuopt", "watch"]
+EXECUTED = partial(subprocess.run, capture_output=True, text=True, timeout=100, check=False)
+"""As people run it: interpreters that start, and import, by themselves."""
 
 QUIET = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -50,7 +56,7 @@ def start(
     tmp_path: Path, *command: str, ours: tuple[str, ...] = (), new_session: bool = False
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "lightning_gpuopt", "watch", *ours, "--", *command],
+        [*WATCH, *ours, "--", *command],
         cwd=tmp_path,
         env={**ENVIRONMENT, "MASTER_PORT": str(free_port())},
         text=True,
@@ -61,14 +67,20 @@ def start(
 
 
 def watch(
-    tmp_path: Path, script: str, *arguments: str, python: tuple[str, ...] = (), ours: tuple[str, ...] = ()
+    tmp_path: Path,
+    script: str,
+    *arguments: str,
+    python: tuple[str, ...] = (),
+    ours: tuple[str, ...] = (),
+    run: Callable[..., subprocess.CompletedProcess[str]] = fork_server.run,
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a watched script."""
     path = tmp_path / "train.py"
     path.write_text(script)
-    process = start(tmp_path, sys.executable, *python, str(path), *arguments, ours=ours)
-    out, err = process.communicate(timeout=100)
-    return process.returncode, out, err
+    command = [*WATCH, *ours, "--", sys.executable, *python, str(path), *arguments]
+    environment = {**ENVIRONMENT, "MASTER_PORT": str(free_port())}
+    done = run(command, env=environment, cwd=tmp_path)
+    return done.returncode, done.stdout, done.stderr
 
 
 def reports(tmp_path: Path) -> list[str]:
@@ -78,7 +90,7 @@ def reports(tmp_path: Path) -> list[str]:
 
 
 def test_a_script_that_was_never_written_for_it(tmp_path):
-    code, out, err = watch(tmp_path, scripts.PLAIN, "3")
+    code, out, err = watch(tmp_path, scripts.PLAIN, "3", run=EXECUTED)
     assert code == 3
     assert out == "callbacks afterwards: ['WatchedRun']\n"
     before, _, ours = err.partition("── lightning-gpuopt watch ")
@@ -144,14 +156,14 @@ def test_a_script_that_fails_is_reported_as_far_as_it_came(tmp_path, how, code, 
 
 @pytest.mark.matrix
 def test_a_python_without_the_package_trains_as_before_and_that_is_said(tmp_path):
-    code, out, err = watch(tmp_path, scripts.NO_PACKAGE)
+    code, out, err = watch(tmp_path, scripts.NO_PACKAGE, run=EXECUTED)
     assert (code, out) == (0, "trained\n")
     assert "Nothing was measured: the Python of the command cannot use lightning-gpuopt (ModuleNotFoundError: " in err
     assert list((tmp_path / "gpuopt").iterdir()) == []
 
 
 def test_a_command_without_a_trainer(tmp_path):
-    code, out, err = watch(tmp_path, "print('no training here')", python=("-I",))
+    code, out, err = watch(tmp_path, "print('no training here')", python=("-I",), run=EXECUTED)
     assert (code, out) == (0, "no training here\n")
     assert "Nothing was measured: no Trainer was seen. Either" in err
     assert "(it was started with -I)" in err
@@ -237,7 +249,7 @@ def test_a_terminals_ctrl_c_comes_once_and_does_not_hide_a_later_signal(tmp_path
     pid, terminal = pty.fork()
     if not pid:
         os.chdir(tmp_path)
-        command = [sys.executable, "-m", "lightning_gpuopt", "watch", "--", sys.executable, "-c", COUNTS]
+        command = [*WATCH, "--", sys.executable, "-c", COUNTS]
         os.execve(sys.executable, command, ENVIRONMENT)
     with os.fdopen(terminal, "rb", buffering=0) as stream:
         lines = iter(lambda: stream.readline().decode().strip(), "")

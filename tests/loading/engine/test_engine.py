@@ -8,7 +8,6 @@ import gc
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -35,6 +34,7 @@ from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import EpochSamples, SkippedSamples
 from lightning_gpuopt.storage.reader import LMDBDataset
 from lightning_gpuopt.storage.writer import LMDBWriter
+from tests.fork_server import start
 from tests.helpers import wait_for
 from tests.loading.engine.test_layout import same
 
@@ -519,29 +519,23 @@ def test_a_timeout_is_torchs() -> None:
 
 
 _ORPHANS = """
-import os, sys, torch
+import signal
 from tests.loading.engine.test_engine import Made, loader_of, pair
 
 iterator = iter(loader_of(Made(pair, 4000), 2))
 next(iterator)
 print(*(process.pid for process in iterator._engine.pool.processes), flush=True)
-sys.stdin.read()
+signal.pause()
 """
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_a_training_process_that_is_gone(how: signal.Signals) -> None:
-    script = subprocess.Popen(
-        [sys.executable, "-c", _ORPHANS],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert script.stdout is not None
-    workers = [psutil.Process(int(pid)) for pid in script.stdout.readline().split()]
+    script = start(["-c", _ORPHANS])
+    wait_for(lambda: len(script.lines()) == 1)
+    workers = [psutil.Process(int(pid)) for pid in script.lines()[0].split()]
     assert len(workers) == 2
-    script.send_signal(how)
+    os.kill(script.pid, how)
     script.communicate(timeout=60)
     assert psutil.wait_procs(workers, timeout=30)[1] == []
 
