@@ -95,7 +95,7 @@ def is_private(name: str) -> bool:
 @cache
 def defined() -> set[str]:
     """Every name that this package defines, or sets as an attribute."""
-    names: set[str] = set()
+    names = {"_replace", "_make"}  # of named tuples
     for node in (node for path in sources() for node in ast.walk(tree_of(path))):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names.add(node.name)
@@ -110,7 +110,7 @@ def private_names_of_others(path: Path) -> list[str]:
     """Where a file imports, or asks an object for, a private name that this package does not define."""
     found = []
     for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined() | OF_TUPLES:
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined():
             if ast.unparse(node.value) not in STANDARD_LIBRARY:
                 found.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
         elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(NAME):
@@ -119,7 +119,6 @@ def private_names_of_others(path: Path) -> list[str]:
     return found
 
 
-OF_TUPLES = {"_replace", "_make"}
 STANDARD_LIBRARY = {"os", "sys", "ctypes", "functools", "connection"}
 DOORS = {"compat", "dali", "telemetry"}
 

@@ -82,13 +82,14 @@ def run(name: str, folder: Path, where: str, prefetcher: CudaPrefetcher | None) 
     }
 
 
-NOT_SIMULATED = ("sparse", "gpu")
-"""The simulated GPU has no sparse tensors."""
+ON_THE_CPU = ("plain", "sparse", "combined-cycle-equal", "stateful", "lmdb-gathered", "in-place", "accumulate")
+"""The loaders' side, which is the same with a GPU; the simulated one has no sparse tensors."""
 
 RUNS = few(
     "plain-cpu sparse-cpu combined-cycle-equal-gpu accumulate-gpu stateful-gpu lmdb-gathered-gpu in-place-gpu "
     "transfer-draws-later-gpu shuffled-persistent-gpu rest-of-epoch-left-gpu drawing-sampler-gpu",
-    {f"{name}-{where}": (name, where) for where in ("gpu", "cpu") for name in SETUPS if (name, where) != NOT_SIMULATED},
+    {f"{name}-gpu": (name, "gpu") for name in SETUPS if name != "sparse"}
+    | {f"{name}-cpu": (name, "cpu") for name in ON_THE_CPU},
 )
 
 

@@ -18,6 +18,7 @@ from lightning_gpuopt import StallDetector, StallReport
 from lightning_gpuopt.detector import profiling_passes
 from lightning_gpuopt.detector.kernel_profiling import Profile
 from tests.callbacks.gpu_fit import MANY_KERNELS, STEP, WARMUP_STEPS, At, Stretch, causes, fit, follow, module
+from tests.lanes import combinations
 from tests.simulators.gpu import SimulatedGpu, SimulatedModule, Step, Work
 from tests.simulators.nvml import Gpu, Simulator
 from tests.simulators.simulated_time import SimulatedTime
@@ -105,8 +106,11 @@ class TestWaits:
         assert f"test_stall_detector_inside.py:{number}" in str(finding.evidence["where"])
         assert finding.evidence["syncs_per_step"] == 1.0
 
-    @pytest.mark.parametrize("warns_first", [False, in_matrix(True)], ids=["warns on return", "warns first"])
-    @pytest.mark.parametrize("how", [*READS])
+    @combinations(
+        "item-True bool-False cpu-True format-False stream-True event-False device-True",
+        how=list(READS),
+        warns_first=[False, True],
+    )
     def test_however_a_step_waits_it_is_counted_once(
         self, watched: SimulatedGpu, tmp_path: Path, how: str, warns_first: bool
     ) -> None:
@@ -155,9 +159,12 @@ class TestCopies:
 
 
 class TestHooks:
-    @pytest.mark.parametrize("warns_first", [False, in_matrix(True)], ids=["warns on return", "warns first"])
-    @pytest.mark.parametrize("kernels", [0, 4], ids=["none of its own", "kernels of its own"])
-    @pytest.mark.parametrize("how", [*READS])
+    @combinations(
+        "item-0-False float-4-True cpu-4-False nonzero-0-True stream-4-False event-0-True device-4-True",
+        how=list(READS),
+        kernels=[0, 4],
+        warns_first=[False, True],
+    )
     def test_however_a_hook_waits_what_is_queued_is_no_idle_time(
         self, gpu: SimulatedGpu, tmp_path: Path, how: str, kernels: int, warns_first: bool
     ) -> None:

@@ -27,7 +27,14 @@ from tests.helpers import tiny_trainer
 pytestmark = pytest.mark.timed
 
 
-@pytest.mark.parametrize("line", LINES, ids=lambda line: line.name)
+KINDS = {line.name.rpartition(", ")[0] or line.name: [] for line in LINES}  # in the training process, and in a worker
+for _line in LINES:
+    KINDS[_line.name.rpartition(", ")[0] or _line.name].append(_line)
+ONCE = [lines[number % len(lines)] for number, lines in enumerate(KINDS.values())]
+"""Each kind once, in the training process and in a worker by turns; ``make test-faults`` has all."""
+
+
+@pytest.mark.parametrize("line", ONCE, ids=lambda line: line.name)
 def test_the_injected_line_comes_first(tmp_path: Path, line: Line) -> None:
     where = named(line, run(line, tmp_path))
     assert is_right(line, where), where

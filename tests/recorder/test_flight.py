@@ -30,6 +30,7 @@ from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import Beat, WorkerStart
 from tests import fork_server
 from tests.helpers import TinyModel, tiny_trainer
+from tests.lanes import combinations
 
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -311,17 +312,20 @@ class Collects(Model):
 
 KINDS = {
     "iterators": iter,
-    "lists of another class": Shuffles,
-    "dict keys": dict.fromkeys,
+    "own-lists": Shuffles,
+    "dict-keys": dict.fromkeys,
     "arrays": np.array,
     "tensors": torch.tensor,
-    "keys that are arrays": lambda keys: [np.array([key, 0]) for key in keys],
+    "arrays-as-keys": lambda keys: [np.array([key, 0]) for key in keys],
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("data", [Remembers, RemembersAtOnce])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@combinations(
+    "iterators-sample-0 arrays-sample-1 tensors-several-0 arrays-as-keys-several-1",
+    kind=KINDS,
+    data={"sample": Remembers, "several": RemembersAtOnce},
+    workers=[0, 1],
+)
 def test_the_samples_are_the_same_with_and_without(kind, data, workers, tmp_path):
     models = []
     for recorder in (False, True):

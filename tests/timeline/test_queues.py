@@ -104,6 +104,7 @@ def test_one_late_batch_that_holds_up_the_rest_is_known_as_such(workers: int, pr
     assert (times.waits, times.wait_s, times.late_wait_s) == (1, 0.3, 0.3)
 
 
+@pytest.mark.usefixtures("quick_checks")
 def test_of_two_loaders_the_one_that_has_all_ready_hides_nothing_of_the_other() -> None:
     data = Data(held=range(24))
     slow = iter(DataLoader(data, batch_size=None, num_workers=1))
