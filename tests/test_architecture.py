@@ -71,18 +71,15 @@ def test_nothing_is_loose_at_the_root() -> None:
     assert {path.name for path in PACKAGE.glob("*.py")} == AT_THE_ROOT
 
 
-@pytest.mark.parametrize(
-    "room",
-    sorted({path.parent for path in sources() if path.name == "__init__.py"}),
-    ids=lambda room: room.relative_to(ROOT).as_posix(),
-)
-def test_a_room_says_in_one_line_what_it_is_for(room: Path) -> None:
-    first, *others = (ast.get_docstring(tree_of(room / "__init__.py")) or "").split("\n")
-    assert first.endswith((".", "``.")), f"{room}: {first!r}"
-    assert not others or not others[0]
-    name = room.relative_to(PACKAGE).as_posix()
-    if name in (rows := dict(_ROW.findall(section("The rooms")))):
-        assert rows[name].replace("`", "``").startswith(first)
+def test_a_room_says_in_one_line_what_it_is_for() -> None:
+    rows = dict(_ROW.findall(section("The rooms")))
+    for room in sorted(path.parent for path in sources() if path.name == "__init__.py"):
+        first, *others = (ast.get_docstring(tree_of(room / "__init__.py")) or "").split("\n")
+        assert first.endswith((".", "``.")), f"{room}: {first!r}"
+        assert not others or not others[0]
+        name = room.relative_to(PACKAGE).as_posix()
+        if name in rows:
+            assert rows[name].replace("`", "``").startswith(first)
 
 
 # ---- private names ----

@@ -39,15 +39,17 @@ def test_a_build_leaves_them_out(tmp_path: Path) -> None:
     assert LMDBDataset(tmp_path / "lmdb")[0][0].size == (200, 120)
 
 
-@pytest.mark.parametrize("sampling", range(256))
-def test_a_jpeg_of_any_sampling_passes_where_it_is_decoded(sampling: int) -> None:
+def test_a_jpeg_of_any_sampling_passes_where_it_is_decoded() -> None:
     data = bytearray(encoded(photo(SIDE, SIDE)))
-    data[data.index(b"\xff\xc0") + 11] = sampling
-    try:
-        expected = np.asarray(decode_pil(bytes(data))).shape
-    except OSError:
-        with pytest.raises(BadImage):
+    at, refused_ones = data.index(b"\xff\xc0") + 11, 0
+    for data[at] in range(256):
+        try:
+            expected = np.asarray(decode_pil(bytes(data))).shape
+        except OSError:
+            refused_ones += 1
+            with pytest.raises(BadImage):
+                check_image(bytes(data))
+        else:
             check_image(bytes(data))
-    else:
-        check_image(bytes(data))
-        assert jpeg_size(bytes(data)) in (None, (*expected[:2], 1))
+            assert jpeg_size(bytes(data)) in (None, (*expected[:2], 1)), data[at]
+    assert 0 < refused_ones < 256

@@ -1,13 +1,14 @@
 import pickle
 
 import numpy as np
-import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler, SequentialSampler
 
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import BatchIndices, ElasticBatchSampler, ElasticSampler, step_size
 
-SHAPES = [(n, world, batch) for n in (1, 2, 7, 8, 9, 16, 31, 33, 47) for world in (1, 2, 3, 4) for batch in (1, 2, 5)]
+shapes = given(n=st.integers(1, 60), world=st.integers(1, 5), batch=st.integers(1, 7))
 
 
 def samplers(n: int, world: int, batch: int, drop_last: bool = False, epoch: int = 0) -> list[ElasticSampler]:
@@ -22,7 +23,7 @@ def taken(made: list[ElasticSampler], steps: int | None = None) -> list[int]:
     return [index for sampler in made for batch in list(sampler.batches())[:steps] for index in batch]
 
 
-@pytest.mark.parametrize(("n", "world", "batch"), SHAPES)
+@shapes
 def test_every_sample_goes_to_one_rank_and_all_ranks_have_as_many_batches(n: int, world: int, batch: int) -> None:
     ranks = samplers(n, world, batch)
     assert {len(list(sampler.batches())) for sampler in ranks} == {ranks[0].num_batches()}
@@ -33,7 +34,7 @@ def test_every_sample_goes_to_one_rank_and_all_ranks_have_as_many_batches(n: int
         assert ranks[0].padding == 0
 
 
-@pytest.mark.parametrize(("n", "world", "batch"), SHAPES)
+@shapes
 def test_drop_last_gives_full_batches_only(n: int, world: int, batch: int) -> None:
     ranks = samplers(n, world, batch, drop_last=True)
     assert {len(b) for sampler in ranks for b in sampler.batches()} <= {batch}
@@ -54,9 +55,7 @@ def test_steps_never_take_more_than_there_is() -> None:
                 assert 0 < step_size(left, world, batch, drop_last=False) <= min(left, world * batch)
 
 
-@pytest.mark.parametrize("new_world", [1, 2, 3, 4])
-@pytest.mark.parametrize("steps", [0, 1, 3, 5])
-@pytest.mark.parametrize("drop_last", [False, True])
+@given(new_world=st.integers(1, 5), steps=st.integers(0, 6), drop_last=st.booleans())
 def test_a_resume_on_other_ranks_gives_the_rest_once(new_world: int, steps: int, drop_last: bool) -> None:
     n, epoch = 97, 3
     before = samplers(n, world=2, batch=8, drop_last=drop_last, epoch=epoch)
