@@ -130,8 +130,10 @@ check-release-floor check-release-newest: check-release-%: dist/.built
 floor-python:
 	@echo $(FLOOR_PYTHON)
 
-# Without what touches neither torch nor Lightning, NumPy or Pillow, and is the same on the newest.
-FLOOR := $(addprefix --ignore=tests/,diagnosis postmortem measurements doctor cli)
+# Without what touches neither torch nor Lightning, NumPy or Pillow, and is the same on the newest; and without the
+# files about this project itself.
+FLOOR := $(addprefix --ignore=tests/,autofix cli demo diagnosis doctor measurements postmortem recorder telemetry) \
+	--ignore-glob='tests/test_*.py'
 
 test-floor: .venv-floor/.ready
 	$(call run-lane,.venv-floor,$(if $(ARGS),$(ARGS),$(FLOOR)))
