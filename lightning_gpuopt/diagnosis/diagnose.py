@@ -113,14 +113,14 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
     others = waterfall.share(waterfall.wait("other"))
     if others >= threshold:
         notes.append(
-            f"{others:.0%} of the time lies between the actions that Lightning tells of: its own work around each "
-            "step, and what the program does outside of hooks."
+            f"{others:.0%} of the time lies between Lightning's profiled actions: its own work around each step, and "
+            "the program's work outside of hooks."
         )
     own = waterfall.share(waterfall.diagnosis_s)
     if own >= threshold:
         notes.append(
-            f"{own:.0%} of the time is StallDetector's own diagnosis, which counts in a run as short as this, or with "
-            "a window_size as small as this."
+            f"{own:.0%} of the time is StallDetector's own diagnosis, which matters in a run this short, or with a "
+            "window_size this small."
         )
     if measurement.hyperparameters:
         notes.append(step.hyperparameters_note(measurement.hyperparameters))

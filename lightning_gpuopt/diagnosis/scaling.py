@@ -174,7 +174,7 @@ def _gradient_bytes(report: RunRecord) -> int:
     if known is None:
         raise what_if.CannotSayError(
             "expected a report that says how many bytes of gradients a step has, got one that does not",
-            "give --gradient-bytes, in float32 four for each parameter that is trained",
+            "give --gradient-bytes: in float32, four per trained parameter",
         )
     return int(known)
 

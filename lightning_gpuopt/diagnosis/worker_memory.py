@@ -179,7 +179,7 @@ def _how(per_sample: float | None, grown: float, copied: CopiedObject | None, le
     how = "The private memory of each worker "
     how += f"grows by {size(per_sample)} a sample" if per_sample is not None else f"has grown by {size(grown)}"
     if copied is None:
-        return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows was not found."
+        return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows is unknown."
     place = f" ({copied.place})" if copied.place else ""
     return (
         f"{how}: reading probably touches `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each "
@@ -211,10 +211,10 @@ def _advice(copied: CopiedObject | None, leak: str, processes: int) -> str:
         )
     if leak:
         return (
-            "Bound it, or do not keep it in the dataset: each worker fills a copy of its own, which lives as long as "
-            "the worker (with persistent_workers=True, as long as the run)."
+            "Limit its size, or do not keep it in the dataset: each worker fills a copy of its own, which lives as "
+            "long as the worker (with persistent_workers=True, as long as the run)."
         )
     return (
-        "Look for what the dataset, its transforms or a library keep from sample to sample; without "
-        "persistent_workers each epoch begins with new workers."
+        "Look for what the dataset, its transforms or a library keep between samples; without persistent_workers each "
+        "epoch starts new workers."
     )

@@ -107,7 +107,7 @@ class TestVerdicts:
         (finding,) = report.findings
         assert (finding.cause, finding.share) == ("callback", pytest.approx(0.5, abs=0.05))
         assert (finding.evidence["callback"], finding.evidence["hook"]) == ("Augments", hook)
-        assert "have the workers do its work" in finding.advice
+        assert "do its work in the workers" in finding.advice
         assert finding.predicted_speedup is not None
         assert finding.predicted_speedup[1] == pytest.approx(2.0, abs=0.1)
         assert report.phases["transfer"] == pytest.approx(0.01 * report.steps, abs=0.01)

@@ -63,7 +63,7 @@ def test_fewer_workers_are_refuted_where_they_were_tried() -> None:
 
 def test_what_was_not_even_tried_since_it_would_not_pay_is_said_so() -> None:
     (left,) = without_refuted([FOUND], [Change("num_workers", 1, 3, why=COSTS_MORE)])
-    assert left.advice == f"num_workers 1 → 3 would not pay: it is not advised ({COSTS_MORE})."
+    assert left.advice == f"num_workers 1 → 3 would not be worth it: it is not advised ({COSTS_MORE})."
 
 
 def test_each_finding_is_looked_at_for_itself() -> None:

@@ -50,7 +50,7 @@ def _fewer_files(images: ImageSamples) -> StorageAdvice:
     build = f"lightning-gpuopt lmdb build SRC DST{smaller}"
     if not images.in_lmdb:
         why = f": at {images.width}x{images.height} pixels they are larger than the crops need" if smaller else ""
-        advice = f"Put the image files into few large ones, which are read ahead: {build}, then LMDBDataModule{why}."
+        advice = f"Pack the image files into few large files, which are read ahead: {build}, then LMDBDataModule{why}."
         return StorageAdvice(advice, evidence | {"storage_step": build})
     ordered = "The samples are in an LMDB already: shuffle_window=... reads neighbours together."
     if not smaller:
@@ -67,7 +67,7 @@ def _cheaper_decoding(cause: str, images: ImageSamples, measurement: Measurement
         if images.own:
             return StorageAdvice()
         reader = f'Read the images with ImageFolderDataModule(..., decode="tensor", crop_size={images.crop_size}, '
-        advice = f"{reader}normalize=...): it decodes only what is cropped, and normalises on the device."
+        advice = f"{reader}normalize=...): it decodes only the crop, and normalises on the device."
         return StorageAdvice(advice, {"storage_step": "ImageFolderDataModule"})
     now_s = _decodes_in_s(images, measurement)
     if now_s is None:

@@ -230,7 +230,7 @@ def standstill_line(report: RunRecord) -> str | None:
     unit_s, unit = (3600, "GPU-hours") if whole_s >= 3600 else (60, "GPU-minutes")
     parts = ", ".join(f"{name} {number(seconds / unit_s)}" for name, seconds in by_name.items() if seconds)
     who = "The GPU" if gpus == 1 else "The GPUs"
-    return f"{who} stood still for {number(whole_s / unit_s)} {unit}: {parts}{_money(whole_s / 3600)}"
+    return f"{who} idled for {number(whole_s / unit_s)} {unit}: {parts}{_money(whole_s / 3600)}"
 
 
 def _money(hours: float) -> str:
@@ -268,7 +268,7 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
     if summary.get("short_per_step"):
         line += f" {number(summary['short_per_step'])} are under 10 µs ({percent(summary['short_share'])} of the time)."
     if summary.get("unassigned_share"):
-        line += f" {percent(summary['unassigned_share'])} could not be assigned to a module."
+        line += f" {percent(summary['unassigned_share'])} could not be attributed to a module."
     return line
 
 
@@ -327,8 +327,8 @@ def no_proof_line(comparison: Comparison) -> str | None:
             return f"The {name} run was not measured. {run.why_not_measured}"
     if comparison.differences:
         names = ", ".join(name.replace("_", " ") for name in comparison.differences)
-        return f"The runs differ in {names}: what was advised before is not proved by this."
-    return "None of the settings advised before is in force after."
+        return f"The runs differ in {names}: this comparison does not verify the earlier advice."
+    return "None of the settings advised before is used in the run after."
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:
