@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _MIN_SET_UPS: Final = 2  # before workers are made persistent: the run's first set-up contains more than the workers
 _LAST_EPOCH: Final = "training ended before it could take effect"
-_NO_GAIN: Final = "no gain that could be told from noise"
-_WITH_WORKERS: Final = "with num_workers, and measured with it; not predicted by itself"
+_NO_GAIN: Final = "no gain beyond noise"
+_WITH_WORKERS: Final = "applied and measured together with num_workers; not predicted separately"
 
 
 class AutoFixController:
@@ -109,9 +109,9 @@ class AutoFixController:
         if now != workers:
             self.changes.append(Change("num_workers", workers, now, kept=True, why=problem))
         elif self._loader.is_waiting("num_workers"):
-            self.notes.append(f"AutoFix gives the loader its own num_workers back with the next epoch: {problem}.")
+            self.notes.append(f"AutoFix restores the loader's own num_workers in the next epoch: {problem}.")
         else:
-            self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
+            self.notes.append(f"AutoFix starts workers only at the beginning of an epoch: {problem}.")
 
     def _may_try(self, wanted: Wanted) -> bool:
         setting, loader = wanted.setting, wanted.loader
@@ -157,7 +157,7 @@ class AutoFixController:
         self._trial, self._before_change[setting] = trial, before
         if aims:
             self._broadcast.send(["aim", wanted.loader, None])
-            self.notes.append(f"Of several training loaders AutoFix changes {wanted.loader!r} alone.")
+            self.notes.append(f"Of several training loaders, AutoFix changes only {wanted.loader!r}.")
         self._broadcast.send(["change", setting, wanted.value])
         there = wanted.value if trial.waits else self._loader.now(setting)
         if there != wanted.value:  # no room for all the workers
@@ -167,7 +167,7 @@ class AutoFixController:
         when = "with the next epoch" if trial.waits else "now"
         self._notify(
             f"AutoFix: {setting} {before} → {there}, {when}, since {wanted.cause} was found"
-            + ", with workers that persist" * (len(trial.entries) > 1)
+            + ", with persistent workers" * (len(trial.entries) > 1)
         )
         return True
 

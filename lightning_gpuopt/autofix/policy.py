@@ -18,9 +18,9 @@ FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
 
 # by setting, why its gain is not predicted, where it is not
 NOT_PREDICTED: Final[dict[str, str]] = {
-    "num_workers": "what a batch costs was not measured",
-    "prefetch_factor": "what a batch costs was not measured",
-    "pin_memory": "how much faster a copy from page-locked memory is, only a trial shows",
+    "num_workers": "the cost of a batch was not measured",
+    "prefetch_factor": "the cost of a batch was not measured",
+    "pin_memory": "only a trial shows how much faster copies from page-locked memory are",
     "persistent_workers": "the length of an epoch is not known",
     "device_prefetch": "no step was measured",
 }

@@ -108,9 +108,9 @@ class CudaPrefetcher(CallbackBase):
     def _why_not(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         device = trainer.strategy.root_device.type
         if self.enabled == "auto" and device != "cuda":
-            return f"the Trainer's device is {device}, where no copy can be hidden"
+            return f"the Trainer's device is {device}, where copies cannot be hidden"
         if count_holders is None:
-            return "this torch does not say who uses a tensor's memory"
+            return "this torch does not report which streams use a tensor's memory"
         missing = loops.missing_names(trainer, pl_module)
         if missing is not None:
             return f"this Lightning has no {missing}"

@@ -123,7 +123,9 @@ class GpuUtilMonitor(CallbackBase):
         self._summary = {}
         device = trainer.strategy.root_device
         if self.devices == "auto" and device.type != "cuda":
-            text = f'GpuUtilMonitor(devices="auto") has nothing to monitor on {device.type}; "all" would.'
+            text = (
+                f'GpuUtilMonitor(devices="auto") has no GPU to monitor: the Trainer runs on {device.type}; use "all".'
+            )
             say_once(trainer, "gpu-monitor-no-cuda", text, warn=False)
             return
         try:

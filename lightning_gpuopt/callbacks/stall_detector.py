@@ -141,7 +141,7 @@ class StallDetector(CallbackBase):
         self.profile: Profile = choice("profile", word, get_args(Profile))  # type: ignore[arg-type]
         if self.capture_trace and self.profile == "off":
             raise ValueError(
-                'capture_trace=True records with torch.profiler, and profile="off" forbids that: leave one of them out'
+                'capture_trace=True records with torch.profiler, and profile="off" forbids that: remove one of them'
             )
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
@@ -161,7 +161,7 @@ class StallDetector(CallbackBase):
             return self._with_proofs(self._session.report())
         if self._report is not None:
             return self._report
-        note = f"No training has run yet: a verdict needs {self.warmup_steps + 1} steps or more."
+        note = f"No training has run yet: a verdict needs at least {self.warmup_steps + 1} steps."
         return StallReport("not_measured", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=[note])
 
     def add_listener(self, listener: WindowListener) -> None:
@@ -245,7 +245,7 @@ class StallDetector(CallbackBase):
                 if stop.problem is None:
                     self._stop = stop
                 else:
-                    session.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
+                    session.notes.append(f"Each rank raises a stall on its own: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -386,8 +386,8 @@ class StallDetector(CallbackBase):
         local = Path(folder) if folder is not None and not is_remote(folder) else Path(tempfile.gettempdir())
         path = session.write_hang(local, quiet_s)
         warnings.warn(
-            f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
-            f"{path}. Training continues to wait.",
+            f"StallDetector: no progress for {quiet_s:.0f} s. The state of every thread and worker is in {path}. "
+            "Training keeps waiting.",
             stacklevel=2,
         )
 

@@ -24,7 +24,7 @@ def writing_to(argument: str, path: object) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{argument}: expected a place to write to, got {path}: {error.strerror}; name another"
+            f"{argument}: expected a writable path, got {path}: {error.strerror}; choose another"
         ) from error
 
 

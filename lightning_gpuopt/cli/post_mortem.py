@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.measurements.flight import FlightRecord
     from lightning_gpuopt.postmortem.record import PostMortem
 
-SUMMARY = "why a run died, or what it waits for now: which process, sample and line"
+SUMMARY = "find out why a run died or what it waits for: which process, sample and line"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,9 +22,9 @@ def add_arguments(parser: ArgumentParser) -> None:
         "report_dir",
         type=str,
         metavar="REPORT_DIR",
-        help="folder of the reports: that of watch, of one of its runs, or StallDetector's report_dir",
+        help="reports folder: of watch, of one of its runs, or StallDetector's report_dir",
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: Namespace) -> int:
@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
     if found is None:
         raise UsageError(
             f"post-mortem: expected a post-mortem.json or the rings of a run, got {folder} without any; a run that "
-            "ended well leaves none"
+            "ends normally leaves none"
         )
     print(found.to_json() if options.json else found.text)
     return 0

@@ -159,7 +159,7 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     if len(candidates) < _MIN_SAMPLES:
         failure = f"{len(candidates)} files of a sample's size; {_MIN_SAMPLES} are needed"
         large = any(size > _MAX_SAMPLE_BYTES for size in listing.bytes_)
-        return replace(facts, failure=failure + ("; of large files name one" if large else ""))
+        return replace(facts, failure=failure + ("; for large files, name one" if large else ""))
     random.Random(0).shuffle(candidates)
     with _beside(facts.path) as (folder, same_disk):
         with _without_advice():
@@ -177,7 +177,7 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
             as_lmdb = _measure(lambda batch: sum(map(len, dataset.__getitems__(batch))), order, shards, clock)
             if not same_disk:  # another disk's figures say nothing of this one
                 as_lmdb = replace(as_lmdb, cold_per_s=None, cold_mib_s=None)
-                failure = "only warm reads are compared: no folder on the same file system can be written to"
+                failure = "only warm reads are compared: no folder on the same file system is writable"
     decode_s = _decode_s(paths)
     return replace(
         facts,
@@ -222,7 +222,7 @@ def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) 
             taken.append(path)
         if not taken:
             writer.abort()
-            return taken, None, "none of the files can be read"
+            return taken, None, "no file can be read"
         writer.close()
     except OSError as error:
         writer.abort()

@@ -137,12 +137,12 @@ def ask_cuda(timeout_s: float, command: Sequence[str] = PROBE) -> CudaFacts:
     try:
         printed, _ = process.communicate(timeout=timeout_s)
         if process.returncode:
-            return CudaFacts(failure=f"the process that asks CUDA ended with code {process.returncode}")
+            return CudaFacts(failure=f"the CUDA probe ended with code {process.returncode}")
         return _cuda_facts(json.loads(printed.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return CudaFacts(failure=f"CUDA has not answered within {timeout_s:g} s")
+        return CudaFacts(failure=f"CUDA did not respond within {timeout_s:g} s")
     except (ValueError, IndexError, KeyError, TypeError) as error:
-        return CudaFacts(failure=f"the process that asks CUDA printed something else ({error!r})")
+        return CudaFacts(failure=f"the CUDA probe printed unexpected output ({error!r})")
     finally:
         process.kill()  # nothing, where it has ended
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go is left

@@ -23,8 +23,8 @@ _FILES_FOR_OTHERS: Final = 64  # descriptors kept free for checkpoints, logs and
 THREADS_OF_A_WORKER: Final = 4  # its main thread, those that send batches and serve their files; one here feeds it
 _THREADS_FOR_OTHERS: Final = 32
 BY_NAME: Final = (
-    "each tensor on its way is an open file, and this process may open no more: put "
-    "torch.multiprocessing.set_sharing_strategy('file_system') at the beginning of the program, or raise `ulimit -n`"
+    "each tensor in flight is an open file, and this process cannot open more: call "
+    "torch.multiprocessing.set_sharing_strategy('file_system') at the start of the program, or raise `ulimit -n`"
 )
 
 

@@ -103,7 +103,7 @@ def check_shared(dataloader: DataLoader[Any]) -> list[str]:
     sentences = []
     if files and forks(dataloader) is None:
         sentences.append(
-            f"the workers share {files[0]}: where they move its position, each reads what another asked for. Open it "
+            f"the workers share {files[0]}: if they move its position, each reads what another one requested. Open it "
             "in the worker, when the first sample is read"
         )
     if (reason := why_not_shared(dataloader, held, workers=dataloader.num_workers)) is not None:

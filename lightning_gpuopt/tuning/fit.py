@@ -131,7 +131,7 @@ class TunedFit:
     def _take_in(self, loader: DataLoader[Any], loaders: list[Any]) -> TunedLoader | None:
         """Begin to tune a loader, or go on from the one that it replaces; None where it is left alone."""
         if not loaders:
-            self._fail(RuntimeError("this Lightning does not say which training loader it is"))
+            self._fail(RuntimeError("this Lightning does not show which training loader it is"))
         index = next((index for index, each in enumerate(loaders) if each is loader), None)
         if index is None or index in self._left:
             return None

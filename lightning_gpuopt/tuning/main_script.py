@@ -46,5 +46,5 @@ def check_guard(method: str) -> None:
     if script is not None and is_guarded(script) is False:
         raise ValueError(
             f'dataloader: expected a script with `if __name__ == "__main__":`, since each worker process started by '
-            f"{method!r} runs it again, got {script} without it; put what it does below that line"
+            f"{method!r} runs it again, got {script} without it; put the script's code below that line"
         )

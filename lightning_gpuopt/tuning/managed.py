@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 # reported with a change of the number of workers if a worker has drawn random numbers
 DRAWS: Final = (
-    "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
-    "samples and their order do not"
+    "random numbers are drawn in the workers: as always in PyTorch, they depend on the number of workers; the samples "
+    "and their order do not"
 )
-_LAST_EPOCH: Final = "it takes a new iterator of the loader, and this epoch is the last"
+_LAST_EPOCH: Final = "it needs a new iterator of the loader, and this epoch is the last"
 
 
 class ManagedLoader:
@@ -116,12 +116,12 @@ class ManagedLoader:
         if setting in AHEAD and (bound := self.running.order.why_bound(self.loader)) is not None:
             return bound
         if self._wrapped and setting == "persistent_workers":
-            return "the program iterates it inside a loader of its own, which may do so twice at a time"
+            return "the program iterates it inside its own loader, possibly several times at once"
         if self._is_by_trial(setting):
             if self._exact and self.running.draws:
                 return "its workers draw random numbers (exact=True)"
             if self._seen is None and self._exact and not tried:
-                return "nothing has shown yet whether its workers draw"
+                return "it is not known yet whether its workers draw random numbers"
             if self._seen is not None and self._seen[0] is not None:
                 return self._seen[0]
         running = self.running
@@ -196,7 +196,7 @@ class ManagedLoader:
         there = iterator is not None and running_workers(loader, iterator) == loader.num_workers
         if not there and last_epoch:
             running.apply(before)
-            why = running.problem or "all batches of the epoch are on their way"
+            why = running.problem or "all batches of the epoch are in flight"
             raise CannotChange(f"running workers cannot be changed ({why}), and this epoch is the last")
         return there
 
@@ -232,7 +232,7 @@ class ManagedLoader:
             return None
         running.policy.limited_by = cap.limited_by
         running.apply(cap.num_workers)
-        return LostWorkers("room", f"for more workers there is no room any longer, {cap}")
+        return LostWorkers("room", f"there is no longer room for more workers, {cap}")
 
     def _ask_unmodified(self) -> LostWorkers | None:
         """Ask the sampler no further ahead than the user has set it, as it reads what training changes."""
@@ -313,8 +313,8 @@ class ManagedLoader:
         self.looked_s += time.perf_counter() - began
         if seen.draws:
             raise CannotChange(
-                "reading the dataset draws from the process's random state, which training's own draws follow: with "
-                "workers training would be another"
+                "reading the dataset draws from the process's random state, which training also uses: with workers, "
+                "training would change"
             )
         if seen.problem is not None:
             raise CannotChange(seen.problem)
@@ -330,7 +330,7 @@ class ManagedLoader:
         if not self._follows and factor is None:
             return
         if not self.running.before_epoch(factor) and factor is not None:
-            why = "its dataset may have changed since its workers were started, which persist"
+            why = "its dataset may have changed since its persistent workers started"
             self.refused["prefetch_factor"] = why
 
     # -- the end

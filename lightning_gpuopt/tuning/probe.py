@@ -132,8 +132,8 @@ def _start(
                 raise
             raise ValueError(
                 f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker "
-                f"processes started by {method!r} need it, got {type(loader.dataset).__name__}: {error}; define what "
-                f"it holds at the top level of a module, or open files and connections in the workers"
+                f"processes started by {method!r} need it, got {type(loader.dataset).__name__}: {error}; define its "
+                "parts at the top level of a module, or open files and connections in the workers"
             ) from error
 
 

@@ -185,7 +185,7 @@ class RunningLoader:
         self._look_at_memory()
         self.problem = self._why_not_live()
         if self.problem is None and not _resizes(iterator):
-            self.problem = f"its {type(iterator).__name__} was not made here"
+            self.problem = f"its {type(iterator).__name__} was not created here"
         elif self.problem is None and running_workers(self.loader, iterator) != self.loader.num_workers:
             restored = self.loader.num_workers  # since it was made
             assign(self.loader, running_workers(self.loader, iterator))
@@ -335,7 +335,7 @@ class RunningLoader:
         if self.start is None and self._iterator is None and persistent_iterator(self.loader) is None:
             return True  # nothing runs yet
         if self.start is None:
-            self.no_more = "its workers run since an earlier fit, and their dataset may be another by now"
+            self.no_more = "its workers were started by an earlier fit, and their dataset may have changed since"
             return False
         self.no_more = self.start.why_no_more() or self.order.why_bound(self.loader)
         if self.no_more is None and not self._pays(num_workers):
@@ -344,7 +344,7 @@ class RunningLoader:
                 "persistent_workers=True"
             )
         if self.no_more is None and self.loader.persistent_workers and self.start.has_changed:
-            self.no_more = "its dataset may have changed since its workers were started, which persist"
+            self.no_more = "its dataset may have changed since its persistent workers started"
         return self.no_more is None
 
     def _why_not_now(self, num_workers: int) -> str | None:
@@ -352,14 +352,14 @@ class RunningLoader:
         if self.problem is not None or self.start is None:
             return self.problem
         if self.start.has_changed:
-            return "its dataset may have changed since they were started, and others would see it as it is now"
+            return "its dataset may have changed since they started, and new workers would see the new state"
         if self.start.state.seeds_by_number:
-            return "they seed themselves by their number, and others in the same epoch would draw the same again"
+            return "they seed themselves by their number, and new ones in the same epoch would draw the same numbers"
         if num_workers > self.loader.num_workers:
             if not self.order.is_known(self.loader):
-                return "its sampler may read what training writes, and is asked further ahead from an epoch's beginning"
+                return "its sampler may read what training writes, and is read further ahead from an epoch's start"
             if not self._pays_now(num_workers):
-                return "the rest of the epoch is shorter than what starting them takes"
+                return "starting them takes longer than the rest of the epoch"
         return None
 
     def _pays_now(self, num_workers: int) -> bool:

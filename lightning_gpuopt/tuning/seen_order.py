@@ -58,7 +58,7 @@ _KNOWN_PART: Final = 0.1  # of these seconds, for a list that the order comes fr
 _DATASET_SEEN: Final = 3  # indices after the first that are seen to leave the dataset as it is
 # batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first
 _SHOWN: Final = 8
-_UNSEEN: Final = "holds too much to see for each batch whether it reads what training writes"
+_UNSEEN: Final = "is too large to check at each batch whether it reads what training writes"
 
 
 class SeenOrder:
@@ -81,7 +81,7 @@ class SeenOrder:
         sampler = _inner_sampler(loader)
         bound = self.bound
         if getattr(sampler, "generator", None) is torch.default_generator:
-            bound = "draws from the global generator: another order would come of it"
+            bound = "draws from the global generator: the order would change"
         return None if bound is None else f"its sampler ({type(sampler).__name__}) {bound}"
 
     def why_not_ahead(self, loader: DataLoader[Any]) -> str | None:
@@ -91,7 +91,7 @@ class SeenOrder:
         if self.turns >= _SHOWN or self.is_known(loader):
             return None
         name = type(_inner_sampler(loader)).__name__
-        return f"its sampler ({name}) may read what training writes, which an epoch has to show first"
+        return f"its sampler ({name}) may read what training writes; one epoch must be observed first"
 
     def is_known(self, loader: DataLoader[Any]) -> bool:
         """Whether the order of an epoch is there as it begins, by what its sampler is, or was seen to give."""
@@ -105,7 +105,8 @@ class SeenOrder:
         inner = _inner_sampler(loader)
         if self._keeps_place and self._was_left and self.bound is None:
             self.bound = (
-                "keeps its place, and epochs end before it does: asked further ahead, the next begins elsewhere"
+                "keeps its position, and epochs end before it does: read further ahead, the next epoch would start "
+                "elsewhere"
             )
         self._kind, self._was_left = type(inner), True
         return _Watched(sampler, inner, loader.dataset, self, is_known=_is_known(inner))
@@ -158,7 +159,7 @@ class _Watched:
         order, before = self._order, None
         while True:
             if self._drawn and order.bound is None and self._has_changed():
-                order.bound = "reads what changes while training runs: earlier, it would give other batches"
+                order.bound = "reads state that changes while training runs: read earlier, it would give other batches"
             try:
                 number = self._next(numbers)
             except StopIteration:
@@ -168,7 +169,7 @@ class _Watched:
                 hide_us(error)
                 raise
             if number is before and isinstance(number, (*_WRITABLE, dict)):
-                order.bound = "gives one list for all batches, filled anew: asked earlier, it would hold another"
+                order.bound = "reuses one list for all batches: read earlier, it would hold another batch"
             before = number
             self._drawn += 1
             order._was_left = self._drawn != self._length
@@ -190,9 +191,9 @@ class _Watched:
             number = next(numbers)
         finally:  # at its end as well
             if states != RandomStates():
-                order.bound = "draws random numbers for each index: another order would come of it"
+                order.bound = "draws random numbers for each index: the order would change"
         if order.bound is None and state is not None and state.has_changed(but_on_demand=True):
-            order.bound = "changes the dataset as it is iterated: earlier would be another dataset"
+            order.bound = "changes the dataset while it is iterated: read earlier, the dataset would differ"
         return number
 
     def _first(self, numbers: Iterator[Any]) -> Any:
@@ -218,7 +219,7 @@ class _Watched:
             self._order._keeps_place |= self._state is not None
             self._state = DatasetState(sampler=self._reads)
             if any(each.kind == "trained" for each in self._state.held):
-                self._order.bound = "reads what training changes: earlier, it would give other batches"
+                self._order.bound = "reads what training changes: read earlier, it would give other batches"
             elif not self._state.is_comparable:
                 self._order.bound = _UNSEEN
         self._spent_s += time.thread_time() - began

@@ -111,4 +111,4 @@ def _finish(holder: list[Any]) -> None:
     try:
         shut_down(holder.pop())
     except Exception:  # of a worker that has died
-        log.debug("workers did not end as they should", exc_info=True)
+        log.debug("workers did not shut down cleanly", exc_info=True)

@@ -226,7 +226,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._begin_first()
         asked = [index for each in self._segments for index in each.rest.given]
         if self._segments[-1].loader.num_workers and self.changed(_samples(asked)):
-            self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
+            self._go_back("its dataset was changed while training ran, and workers would have kept the old state")
 
     @property
     def _has_begun(self) -> bool:
@@ -354,7 +354,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             return False
         if self._own_workers and self.changed(None):
             return False
-        log.warning("%s; num_workers=%d, and %d from here on", error, workers, self._own_workers)
+        log.warning("%s; num_workers was %d and is %d from now on", error, workers, self._own_workers)
         self._go_back(f"a worker died: {error}")
         return True
 
@@ -383,7 +383,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         """Start a segment; with ``begins`` its iterator draws what the loader's own would have drawn."""
         loader = self._loader()
         if loader is None:
-            raise RuntimeError("the DataLoader is gone, and can start no other workers")
+            raise RuntimeError("the DataLoader was deleted, so it cannot start other workers")
         rest = RestOfEpoch(self._indices, begins=begins)
         running = [(each.first, each.loader.num_workers) for each in self._segments if not each.is_over]
         first = 0 if all(workers <= number for number, _ in running) else max(map(sum, running))

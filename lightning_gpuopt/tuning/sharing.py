@@ -61,15 +61,15 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[UnshareableObject], *
     for each in held:
         if each.kind == "trained" and not workers:
             return (
-                f"its samples can depend on {each}, which training changes: with num_workers=0 each is read as that is "
-                "at the moment, and workers would have a copy"
+                f"its samples can depend on {each}, which training changes: with num_workers=0 they follow each "
+                "change, but workers would have a copy"
             )
         if each.kind == "device" and not workers:
-            return f"its dataset holds a tensor on a GPU, {each}: other processes cannot have it"
+            return f"its dataset holds a tensor on a GPU, {each}: other processes cannot use it"
         if each.kind == "file" and workers < 2 and forks(loader) is None:
             return (
-                f"its dataset holds {each}, which forked processes would share, and so read at each other's position. "
-                "Open it in the worker, when the first sample is read"
+                f"its dataset holds {each}, which forked processes would share, so they would read at each other's "
+                "position. Open it in the worker, when the first sample is read"
             )
         if each.kind == "generator" and workers < 2 and not _seeds_workers(loader):
             return (
@@ -128,7 +128,7 @@ class ForkSnapshot:
     def why_no_more(self) -> str | None:
         """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
         if self.state.has_failed:
-            return "its dataset holds objects that cannot be inspected, and may change unseen"
+            return "its dataset holds objects that cannot be inspected, so changes may go unnoticed"
         loader = self._loader
         before = {id(each.value) for each in self.state.held}
         held = held_by(loader)

@@ -64,7 +64,8 @@ def check_workers(
     """
     if (method := forks(loader)) is not None:
         return WorkersCheck(
-            f"its workers would be started by {method!r}, which runs the program's script again: set num_workers there"
+            f"its workers would be started by {method!r}, which runs the program's script again: set num_workers in "
+            "the DataLoader"
         )
     if not workers_can_run(loader):
         return WorkersCheck("worker processes cannot share memory here")
@@ -88,9 +89,9 @@ def why_not_other_workers(loader: DataLoader[Any], *, exact: bool) -> str | None
     if not exact:
         return None if isinstance(loader.dataset, IterableDataset) else _why_not_read_by_others(loader, exact=False)
     if isinstance(loader.dataset, IterableDataset):
-        reason: str | None = "what an IterableDataset yields depends on its workers"
+        reason: str | None = "the samples of an IterableDataset depend on its workers"
     elif (method := forks(loader)) is not None:
-        reason = f"its workers are started by {method!r}: what they draw cannot be looked at"
+        reason = f"its workers are started by {method!r}: their random draws cannot be inspected"
     elif (generator := next((each for each in held_by(loader) if each.kind == "generator"), None)) is not None:
         reason = f"its dataset holds a random generator, {generator}"
     else:
@@ -106,13 +107,13 @@ def _why_not_read_by_others(loader: DataLoader[Any], *, exact: bool) -> str | No
             seen = [each for _, each in _read(loader, _MAX_LOOK_S, most=None if exact else 1)]
             break
         except OutOfTime:
-            return f"a worker process gave no batch within {_MAX_LOOK_S:g} s to see what reading does"
+            return f"a worker process gave no batch within {_MAX_LOOK_S:g} s, so reading could not be checked"
         except Exception as error:  # such as one corrupt sample; the next try reads others
             failed = _first_line(error)
     if not seen:  # without exact=True no reason: such as samples that are not numbered
-        return f"a worker process fails, and so does not show what reading does: {failed}" if exact else None
+        return f"a worker process fails, so reading could not be checked: {failed}" if exact else None
     if len(seen) > _AGAIN[0] and seen[_AGAIN[0]].change is not None:
-        return "its dataset changes as it is read: what a sample is depends on what its worker has read before"
+        return "its dataset changes as it is read: a sample depends on what its worker has read before"
     return "its workers draw random numbers" if exact and any(each.drawn or each.holds for each in seen) else None
 
 
@@ -143,9 +144,9 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]], *, ex
     if problem is None and making_s is not None and making_s < taking_s:
         problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can transfer it"
     if problem is None and exact and (drawn or isinstance(loader.dataset, IterableDataset)):
-        problem = "with exact=True its workers must not draw random numbers, and one was seen to"
+        problem = "with exact=True its workers must not draw random numbers, and one did"
     elif problem is None and exact and any(seen.holds for _, seen in batches):
-        problem = "its dataset makes a random generator in each worker (exact=True)"
+        problem = "its dataset creates a random generator in each worker (exact=True)"
     return WorkersCheck(problem, shuffles, bool(drawn), making_s)
 
 
@@ -159,7 +160,7 @@ def _why_kept(seen: Sequence[_Seen]) -> str | None:
     again_s = [each.read_s for number, each in enumerate(seen) if number in _AGAIN]
     if again is None and again_s and min(once_s) < _KEPT * min(again_s):
         return None  # such as the parts of a graph, which are quickly made again
-    return "its dataset changes as it is read, as one that keeps its samples: each worker would keep its own"
+    return "its dataset changes as it is read, as a sample cache does: each worker would keep its own"
 
 
 def _shuffles(loader: DataLoader[Any], drawn: Collection[str]) -> bool:

@@ -98,7 +98,7 @@ class WorkersChoice:
     def __str__(self) -> str:
         ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"
         if self.num_workers == self.before:
-            return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
+            return f"num_workers {self.before} is kept{ahead}: limited by {self.limited_by}"
         text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
         if (gain := self._gain) >= 1.05:
             text += f"{gain:.1f}× faster input, "

@@ -145,10 +145,10 @@ class Ceiling:
         return max(self.free_steps_per_s / self.steps_per_s, 1.0)
 
     def __str__(self) -> str:
-        alone = f", your loader by itself {_figure(self.loader_steps_per_s)}" if self.loader_steps_per_s else ""
+        alone = f", your loader alone {_figure(self.loader_steps_per_s)}" if self.loader_steps_per_s else ""
         return (
-            f"with data that costs nothing: {_figure(self.free_steps_per_s)} steps/s; the run as it is "
-            f"{_figure(self.steps_per_s)}{alone}: a faster loader gains {self.at_most:.1f}x at most"
+            f"with free data: {_figure(self.free_steps_per_s)} steps/s; your run {_figure(self.steps_per_s)}{alone}: a "
+            f"faster loader gains {self.at_most:.1f}x at most"
         )
 
 

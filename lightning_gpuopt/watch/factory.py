@@ -37,7 +37,7 @@ GPU_FILE: Final = "gpu.json"
 ENTRY_POINT: Final = "lightning_gpuopt_watch"
 
 _REFUSED: Final = (
-    "expected a strategy under which this process may end inside fit(), and another process waits for what it returns "
+    "expected a strategy under which this process can end inside fit(), but another process waits for its result "
     "(ddp_spawn); use strategy='ddp', or one device"
 )
 

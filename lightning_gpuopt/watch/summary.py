@@ -106,7 +106,7 @@ def _how_it_ended(code: int) -> str:
 
 def _without_report(fit: Fit) -> str:
     if not fit.ended:
-        return "the process ended before a report could be written."
+        return "the process ended before a report was written."
     if fit.report is None and fit.messages:
         return " ".join(["no report was written.", *fit.messages])
     return "no training step was measured."
@@ -121,17 +121,17 @@ def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[st
         ]
     ranks = sorted({note["rank"] for note in notes if note.get("event") == "rank"})
     if ranks:
-        return [f"Rank {', '.join(map(str, ranks))}: the report is with rank 0."]
+        return [f"Rank {', '.join(map(str, ranks))}: rank 0 has the report."]
     if any(note.get("event") == "trainer" for note in notes):
-        return ["Nothing was measured: a Trainer was made, but its fit() was not called."]
+        return ["Nothing was measured: a Trainer was created, but its fit() was not called."]
     options = takewhile(lambda each: each.startswith("-") and each not in ("-c", "-m"), command[1:])
     isolated = [each for each in options if not each.startswith("--") and set("IE") & {*each}]
     started = f"it was started with {isolated[0]}" if isolated else "python -I, python -E"
     return [
-        "Nothing was measured: no Trainer was seen. Either",
-        "- the script makes no Trainer of Lightning 2.5 or later;",
-        f"- its Python does not look at PYTHONPATH ({started});",
-        "- or the environment is reset on the way to it (a shell script, a container, srun --export=NONE): keep "
+        "Nothing was measured: no Trainer was seen. Possible reasons:",
+        "- the script creates no Trainer of Lightning 2.5 or later;",
+        f"- its Python ignores PYTHONPATH ({started});",
+        "- the environment is reset before it starts (a shell script, a container, srun --export=NONE): keep "
         "PYTHONPATH and LIGHTNING_GPUOPT_WATCH, and make their folders visible there.",
     ]
 
@@ -175,7 +175,7 @@ def _ceiling_lines(fits: list[Fit], watch: Watch) -> list[str]:
     lines = [f"Ceiling: {fit.ceiling}."]
     if predicted:
         lines.append(f"         Predicted: {', '.join(predicted)}.")
-    return [*lines, "         Nothing of this run is kept: no weights, checkpoints or logs."]
+    return [*lines, "         This run keeps no weights, checkpoints or logs."]
 
 
 def _listed(lines: list[str], watch: Watch) -> list[str]:

@@ -100,7 +100,7 @@ class TestItDisablesItself:
         trainer.fit(Model(), loader())
         trainer.validate(Model(), loader())
         assert lines(caplog) == [
-            "CudaPrefetcher disables itself: the Trainer's device is cpu, where no copy can be hidden."
+            "CudaPrefetcher disables itself: the Trainer's device is cpu, where copies cannot be hidden."
         ]
         assert "batch_to_device" not in vars(trainer.strategy)
 

@@ -306,7 +306,7 @@ class TestNumWorkersFinder:
         finder = NumWorkersFinder(mode)
         fit(tmp_path, data(folder), finder)
         assert lines(caplog, "NumWorkersFinder") == [
-            "NumWorkersFinder leaves a DALILoader alone, which is not a torch DataLoader."
+            "NumWorkersFinder leaves a DALILoader alone: it is not a torch DataLoader."
         ]
         assert (finder.optimal_num_workers, finder.choices) == (None, {})
 

@@ -189,7 +189,7 @@ def test_info_says_what_a_dataset_holds(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.splitlines() == [
         "out",
         "  samples     5",
-        f"  a sample    {manifest.num_bytes // 5:,} B in the mean",
+        f"  a sample    {manifest.num_bytes // 5:,} B on average",
         "  content     (image, int)",
         f"  size        {manifest.shards[0].file_bytes / 1024:.1f} KiB in 1 shard",
         "  classes     2 (a, b)",
