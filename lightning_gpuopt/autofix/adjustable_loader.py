@@ -1,4 +1,4 @@
-"""The training loader under AutoFix: the one that the Trainer has, under management."""
+"""The Trainer's training loader under AutoFix's management."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _WORKERS = ("num_workers", "persistent_workers")
 
 
 class DevicePrefetch(Protocol):
-    """Copies batches to the device ahead of the step, once it is woken."""
+    """Copies batches to the device ahead of the step, once switched on."""
 
     is_awake: bool
 
     def wake(self) -> None:
-        """Copy batches ahead from now on; raises CannotChange where that cannot be."""
+        """Copy batches ahead from now on; raises CannotChange if that cannot be."""
 
     def sleep(self) -> None:
-        """Leave the batches as they come again."""
+        """Stop copying ahead."""
 
 
 class AdjustableLoader:
@@ -78,7 +78,7 @@ class AdjustableLoader:
         return next((each for each in self._managed if each.running.is_of(loader)), None)
 
     def aim(self, key: str) -> bool:
-        """Have the loader with this key changed from now on; the first call decides, and gives True."""
+        """Select the loader with this key for changes; only the first call selects one, and returns True."""
         if self.key is not None or len(train_loaders(self._trainer)) < 2:
             return False
         self.key = key
@@ -86,7 +86,7 @@ class AdjustableLoader:
 
     @property
     def _index(self) -> int:
-        """Of the loader, among the training loaders; -1 where it is not known which of several it is."""
+        """The loader's index among the training loaders; -1 if it is unknown which of several it is."""
         keys = train_loader_keys(self._trainer)
         return 0 if len(keys) == 1 else keys.index(self.key) if self.key in keys else -1
 
@@ -116,7 +116,7 @@ class AdjustableLoader:
         return None if (managed := self._only) is None else managed.now(setting)
 
     def change(self, setting: str, value: Any) -> bool:
-        """Change a setting: True where that is in effect, False where the next iterator brings it; or CannotChange."""
+        """Change a setting: True if that is in effect, False if the next iterator brings it; or CannotChange."""
         if setting == "device_prefetch":
             if self._prefetch is None:
                 raise CannotChange("there is no CudaPrefetcher to switch on")

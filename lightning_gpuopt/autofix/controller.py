@@ -59,7 +59,7 @@ class AutoFixController:
         self._broadcast = RankBroadcast("autofix", rank, 1)  # to nobody, until training begins
 
     def start(self, broadcast: RankBroadcast) -> None:
-        """Training begins, with a way to send the decisions of rank 0 to the others; without one nothing is changed."""
+        """Start, with a way to send rank 0's decisions to the other ranks; without one nothing is changed."""
         self._broadcast = broadcast
         if broadcast.problem is not None:
             self._fixes = []
@@ -97,7 +97,7 @@ class AutoFixController:
         return bool(self._loader.now("device_prefetch")) and not awake
 
     def _note_problem(self, workers: int, problem: str) -> None:
-        """The workers changed without a decision here: for lack of memory, or since one failed."""
+        """Note that workers changed without a decision here: memory ran out, or a worker failed."""
         if (trial := self._trial) is not None:
             of_workers = trial.wanted.setting == "num_workers"
             trial.waits = trial.waits and not (of_workers and workers != self._before_change["num_workers"])
@@ -122,7 +122,7 @@ class AutoFixController:
         return not loader or self._loader.key in (None, loader)
 
     def _try(self, wanted: Wanted, loader: LoaderFacts, window: Measurement) -> bool:
-        """Begin a change; False where it is only advised."""
+        """Begin a change; False if it is only advised."""
         setting = wanted.setting
         aims = bool(wanted.loader) and self._loader.aim(wanted.loader)
         before = self._loader.now(setting)
@@ -172,7 +172,7 @@ class AutoFixController:
         return True
 
     def _as_many_as_pay(self, wanted: Wanted, now: int, window: Measurement) -> Wanted | None:
-        """The largest number of workers whose start-up cost is repaid, where that is known; None: not even one more."""
+        """The largest number of workers whose start-up cost is repaid, if that is known; None: not even one more."""
         length, history = self._run_length(), self._history
         if not length.steps or not history.set_ups or wanted.predicted is None:
             return wanted
@@ -196,7 +196,7 @@ class AutoFixController:
         return replace(wanted, value=best, predicted=speedup_of_workers(window, best))
 
     def _persist_as_well(self, trial: ChangeTrial) -> None:
-        """Make the workers persistent as well, where that changes nothing else: starting them is slow."""
+        """Make the workers persistent as well, if that changes nothing else: starting them is slow."""
         if "persistent_workers" not in self._fixes or "persistent_workers" in self._failed:
             return
         try:
@@ -232,7 +232,7 @@ class AutoFixController:
                 self._take_back(trial, COSTS_MORE if after_s > before_s and steps_alone is not False else _NO_GAIN)
 
     def _look_at_costs(self) -> None:
-        """Take back changes, kept in mid-epoch, that cost more at the next epoch's set-up than their steps save."""
+        """Undo changes kept in mid-epoch whose set-up in the next epoch costs more than their steps save."""
         kept, history = self._unpaid, self._history
         if not kept or len(history.set_ups) <= kept[-1].set_ups_before:
             return
@@ -311,7 +311,7 @@ class AutoFixController:
         self._loader.epoch_begins()
 
     def obey(self) -> None:
-        """Apply what rank 0 has decided since the last step."""
+        """Apply rank 0's decisions since the last step."""
         for what, setting, value in self._broadcast.take():
             try:
                 if what == "aim":

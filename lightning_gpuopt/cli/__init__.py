@@ -100,7 +100,7 @@ def _nobody_reads() -> bool:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Ours, and a command behind ``--`` that is to be run; None where none was given, and for those that run none."""
+    """Ours, and a command behind ``--`` that is to be run; None if none was given, and for those that run none."""
     takes = [name for name in COMMANDS if getattr(importlib.import_module(_module_of(name)), "TAKES_COMMAND", False)]
     if "--" not in arguments or not set(takes) & {*arguments[: arguments.index("--")]}:
         return arguments, None

@@ -19,7 +19,7 @@ class UsageError(Exception):
 
 @contextmanager
 def writing_to(argument: str, path: object) -> Iterator[None]:
-    """Around writing to a path that an argument names; UsageError where it cannot be written to."""
+    """Around writing to a path that an argument names; UsageError if it cannot be written to."""
     try:
         yield
     except OSError as error:

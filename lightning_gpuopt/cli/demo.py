@@ -1,4 +1,4 @@
-"""``lightning-gpuopt demo``: a real training on real photographs, where its time goes, and the same with the advice."""
+"""``lightning-gpuopt demo``: trains on photographs, shows where the time goes, and trains again with the advice."""
 
 from __future__ import annotations
 

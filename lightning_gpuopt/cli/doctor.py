@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Look at everything, and print what was found, problems first; 1 where there is one."""
+    """Look at everything, and print what was found, problems first; 1 if there is one."""
     from lightning_gpuopt.doctor.check import as_data
     from lightning_gpuopt.doctor.examine import examine
     from lightning_gpuopt.doctor.render import render_checks

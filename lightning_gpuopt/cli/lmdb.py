@@ -104,7 +104,7 @@ def _add_info(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Do what the action is; 1 where ``verify`` or ``info`` found a problem, 130 where ``build`` was interrupted."""
+    """Do what the action is; 1 if ``verify`` or ``info`` found a problem, 130 where ``build`` was interrupted."""
     action: str = options.action
     try:
         return {"build": _build, "verify": _verify, "info": _info}[action](options[action])

@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print it; UsageError where there is nothing to read."""
+    """Print it; UsageError if there is nothing to read."""
     folder = Path(options.report_dir)
     if not folder.is_dir():
         raise UsageError(f"post-mortem: expected a folder of reports, got {folder}: no such folder")

@@ -86,7 +86,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 
 
 def _why_it_ended(flight: FlightWatch, code: int, *, ended_by_us: bool) -> str:
-    """The post-mortem; empty where the command ended well, or as we have ended it."""
+    """The post-mortem; empty if the command ended well, or as we have ended it."""
     try:
         found = flight.finish(code)
     except Exception as error:  # the command's exit code counts for more

@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the forecast; UsageError where nothing is changed, or the report does not say enough."""
+    """Print the forecast; UsageError if nothing is changed, or the report does not say enough."""
     from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf
 
     for name in ("link_gb_per_s", "gradient_bytes"):

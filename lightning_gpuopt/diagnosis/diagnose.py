@@ -58,7 +58,7 @@ def confidence_of(cause: str, share: float, measurement: Measurement, threshold:
 
     Doubts are: a run after warm-up of less than 5 s or 30 steps (of less than 10 steps: two levels); windows whose
     steps differ by more than 15 % of their mean time; a share within a tenth of the threshold; NVML against CUDA
-    events; a cause inside the step that nobody has looked at.
+    events; a cause inside the step that was not profiled.
     """
     steps, wall_s = measurement.times.steps, measurement.times.wall_s
     lost = (steps < _FEW_STEPS or wall_s < _SHORT_S) + (steps < _VERY_FEW_STEPS)

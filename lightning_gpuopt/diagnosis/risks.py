@@ -127,7 +127,7 @@ def _open_files(seen: RiskInputs) -> Iterator[Risk]:
 
 
 def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> tuple[float, Risk] | None:
-    """The risk, and in how many seconds it comes true; None where there is none."""
+    """The risk, and in how many seconds it comes true; None if there is none."""
     known = [(each.at_s, each.files) for each in readings if each.files is not None]
     limit = next((each.files_limit for each in reversed(readings) if each.files_limit), None)
     if not known or limit is None:
@@ -154,7 +154,7 @@ def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> 
 
 
 def uneven_ranks(batches: Mapping[int, int]) -> Iterator[Risk]:
-    """Ranks of which some have fewer batches in an epoch; ``batches`` are of all ranks."""
+    """Find ranks with fewer batches in an epoch than others; ``batches`` are of all ranks."""
     if len(set(batches.values())) < 2:
         return
     fewest, most = min(batches.values()), max(batches.values())

@@ -75,7 +75,7 @@ def scaling(
     link: Link | None = None,
     gradient_bytes: int | None = None,
 ) -> Scaling:
-    """A one-GPU run on ``ranks`` (2 or more) GPUs; CannotSayError where the report is of several or lacks something.
+    """A one-GPU run on ``ranks`` (2 or more) GPUs; CannotSayError if the report is of several or lacks something.
 
     ``change.cpus`` are those of a machine, for all of its ranks. Without a link each of :data:`ASSUMED` is forecast;
     without ``gradient_bytes`` the report's count.

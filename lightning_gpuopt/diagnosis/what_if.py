@@ -69,7 +69,7 @@ class Run:
 
 
 def what_if(report: RunRecord, change: WhatIf) -> Forecast:
-    """Forecast a run with a ``DataLoader``; CannotSayError where the report lacks something.
+    """Forecast a run with a ``DataLoader``; CannotSayError if the report lacks something.
 
     With another batch size the loader takes longer in proportion; the step between that and as long as now.
     """
@@ -91,7 +91,7 @@ def what_if(report: RunRecord, change: WhatIf) -> Forecast:
 
 
 def run_of(report: RunRecord, change: WhatIf) -> Run:
-    """A run before and after a change; CannotSayError where the report lacks something."""
+    """A run before and after a change; CannotSayError if the report lacks something."""
     costs, measured_s = report.loader_costs, report.step_s
     if costs is None or not measured_s:
         raise CannotSayError(
@@ -144,7 +144,7 @@ def _batch_size(report: RunRecord) -> int | None:
 
 
 def batch_factor(report: RunRecord, change: WhatIf) -> float:
-    """Samples of a batch, after over before; CannotSayError where the report does not say what they were."""
+    """Samples of a batch, after over before; CannotSayError if the report does not say what they were."""
     if change.batch_size is None:
         return 1.0
     size = _batch_size(report)

@@ -42,7 +42,7 @@ def disagreement(shares: dict[str, float]) -> float:
 
 
 def witness_note(measurement: Measurement) -> str | None:
-    """That NVML and the GPU's own clock disagree, and why that may be; None where they do not."""
+    """Explain why NVML and the GPU's own clock disagree; None if they agree."""
     shares = idle_shares(measurement)
     apart = disagreement(shares)
     if abs(apart) <= _APART:

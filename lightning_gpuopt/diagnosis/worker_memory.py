@@ -39,8 +39,8 @@ class _Growing:
     grown: int  # since its first reading; of a forked worker that is before its first sample
     copied: int  # of those, what may be pages which it had before, and shared
     exact: bool  # whether these are known to be such pages
-    steady: SteadyGrowth | None  # growth by the sample; None where it does not grow, or no more
-    bytes_per_s: float  # growth by the second; 0 where it does not
+    steady: SteadyGrowth | None  # growth by the sample; None if it does not grow, or no more
+    bytes_per_s: float  # growth by the second; 0 if it does not
     early: bool  # too few readings or too short a time to tell it from a cache, and little kept of each sample
     leak: str  # what of its own grows, for people
     copies: bool  # whether most of the growth since the first samples may be such pages

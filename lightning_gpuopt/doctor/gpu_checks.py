@@ -78,7 +78,7 @@ def torch_check(torch: TorchFacts, nvml: NvmlHealth, cuda: CudaFacts | None) -> 
 
 
 def visible_check(nvml: NvmlHealth) -> Check | None:
-    """Which of the machine's GPUs programs see; None where there is nothing to say."""
+    """Which of the machine's GPUs programs see; None if there is nothing to say."""
     count = _physical(nvml)
     if nvml.failure:
         return not_known("gpus", nvml.failure, {"gpus": count} if count else None)

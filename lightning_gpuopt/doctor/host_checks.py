@@ -153,7 +153,7 @@ def _memory_rates(host: HostFacts) -> Check:
 
 
 def _number(variable: str | None) -> int:
-    """What an OpenMP variable asks for at the outermost level; 0 where it asks for nothing."""
+    """What an OpenMP variable asks for at the outermost level; 0 if it asks for nothing."""
     first = (variable or "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 

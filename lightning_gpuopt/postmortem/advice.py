@@ -39,7 +39,7 @@ _SHM_ERRORS: Final = ("unable to write to file </torch_", "unable to allocate sh
 
 
 def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
-    """What is inferred and not known; empty where nothing is."""
+    """What is inferred and not known; empty if nothing is."""
     silent = death.signal is None and death.code is None and death.error is None
     if ended == "killed":
         without = "only SIGKILL or os._exit() ends a process silently" if silent else ""

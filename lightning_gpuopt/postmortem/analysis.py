@@ -70,7 +70,7 @@ def post_mortem_of(
 ) -> PostMortem:
     """Why a run ended, or what it waits for; of several runs in ``records`` the last one counts.
 
-    ``now_s`` is Unix time. ``command`` is None where nobody watched, or where it runs; a ``hang`` of None is looked for
+    ``now_s`` is Unix time. ``command`` is None if nobody watched, or where it runs; a ``hang`` of None is looked for
     in the records. ``stacks`` are what ``faulthandler`` wrote and ``waits`` what was waited in, in the kernel, both by
     process id; ``ends`` are known ends of ranks, by machine and process id.
     """
@@ -190,7 +190,7 @@ def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
 
 
 def _late(first: Death, deaths: Sequence[Death], records: Sequence[FlightRecord]) -> FlightRecord | None:
-    """The rank that others waited for, until a collective of theirs timed out; None where that is not known.
+    """The rank that others waited for, until a collective of theirs timed out; None if that is not known.
 
     Those that waited end by the same exception at about the same time. Who was in no collective does not.
     """

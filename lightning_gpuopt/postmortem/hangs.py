@@ -47,7 +47,7 @@ def hang_of(
 ) -> Hang | None:
     """The rank that has made no progress for too long, the one that is longest without it.
 
-    Too long is what its detector was told (``hang_timeout``). Where it was told nothing, it is at least ``least_s``,
+    Too long is what its detector was told (``hang_timeout``). If it was told nothing, it is at least ``least_s``,
     and ``times_longest`` the longest that progress has taken so far, or ``first_s`` before the first step. Records are
     of processes that are alive; workers are ignored. ``now_s`` is Unix time.
     """

@@ -23,7 +23,7 @@ def script_run_again() -> Path | None:
 
 
 def is_guarded(script: Path) -> bool | None:
-    """Whether a script compares its ``__name__`` to the main one's somewhere; None where it cannot be read."""
+    """Whether a script compares its ``__name__`` to the main one's somewhere; None if it cannot be read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own, such as of an escape in a text
@@ -41,7 +41,7 @@ def _asks_for_name(comparison: ast.Compare) -> bool:
 
 
 def check_guard(method: str) -> None:
-    """Raise ValueError where worker processes that this method starts would run a script without a guard again."""
+    """Raise ValueError if worker processes that this method starts would run a script without a guard again."""
     script = script_run_again()
     if script is not None and is_guarded(script) is False:
         raise ValueError(

@@ -129,7 +129,7 @@ class ManagedLoader:
         return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
 
     def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
-        """Change a setting: True where that is in effect, False where the next iterator brings it; or CannotChange."""
+        """Change a setting: True if that is in effect, False if the next iterator brings it; or CannotChange."""
         if self._is_by_trial(setting) and self._seen is None and self._why_not(setting, value, tried=True) is None:
             self._seen = (why_not_other_workers(self.loader, exact=self._exact),)
         if (reason := self._why_not(setting, value)) is not None:
@@ -201,7 +201,7 @@ class ManagedLoader:
         return there
 
     def raise_prefetch(self, factor: int | None) -> bool:
-        """Raise ``prefetch_factor`` for later iterators, if its value is lower; True where it was."""
+        """Raise ``prefetch_factor`` for later iterators, if its value is lower; True if it was."""
         if factor is None or factor <= (self.loader.prefetch_factor or 0):
             return False
         if self.running.order.why_not_ahead(self.loader) is not None:
@@ -210,12 +210,12 @@ class ManagedLoader:
         return True
 
     def follow(self, iterator: Any) -> None:
-        """Time what the consumer fetches from, and make it resizable if possible; None is left out."""
+        """Time the consumer's iterators, and make them resizable if possible; None is skipped."""
         if iterator is not None and self._follows:
             self.running.follow(iterator)
 
     def step_done(self, iterator: Any) -> LostWorkers | None:
-        """Check the workers that were started while training runs; gives why some are gone."""
+        """Check the workers started while training runs; returns why some are gone."""
         if self.running.order.bound is not None and self._left is None and (lost := self._ask_unmodified()) is not None:
             return lost
         if not self._follows:
@@ -235,7 +235,7 @@ class ManagedLoader:
         return LostWorkers("room", f"there is no longer room for more workers, {cap}")
 
     def _ask_unmodified(self) -> LostWorkers | None:
-        """Ask the sampler no further ahead than the user has set it, as it reads what training changes."""
+        """Read the sampler no further ahead than the user set, since it reads what training changes."""
         loader, running = self.loader, self.running
         given = self._given["prefetch_factor"] or 0
         waits = any(setting in self._next for setting in AHEAD)
@@ -250,7 +250,7 @@ class ManagedLoader:
         return LostWorkers("order", why)
 
     def _to_fewer(self) -> None:
-        """Go back to the user's own number of workers; first workers go on to the end of the epoch."""
+        """Go back to the user's own number of workers; first workers continue to the end of the epoch."""
         self.running.apply(max(self.own_workers, 1))
         if not self.own_workers:
             self.take_back("num_workers", 0)
@@ -258,7 +258,7 @@ class ManagedLoader:
     # -- iterators
 
     def iterator_wanted(self) -> Callable[[Create], Any]:
-        """Make the changes that wait: the loop is about to iterate the loader. Gives what makes the iterator."""
+        """Apply the pending changes: the loop is about to iterate the loader. Returns the iterator's factory."""
         running = self.running
         running.compare_dataset()
         self._make_waiting_changes()
@@ -268,7 +268,7 @@ class ManagedLoader:
 
     @contextmanager
     def unmodified(self) -> Iterator[None]:
-        """For an iterator for others than training: the settings that the user has given."""
+        """For iterators outside of training: restore the user's settings."""
         changed = {setting: self.now(setting) for setting, given in self._given.items()}
         vars(self.loader).update(self._given)
         try:
@@ -354,7 +354,7 @@ class ManagedLoader:
 
 
 def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
-    """When each setting of a loader may be changed; and why more workers would read other samples, if they would."""
+    """When each setting of a loader can be changed, and why more workers would read other samples, if they would."""
     managed = ManagedLoader(loader, local_ranks=1)
     wanted = {
         "num_workers": loader.num_workers + 1,

@@ -1,4 +1,4 @@
-"""The safety rules: what keeps a setting of a loader as it is, each with its reason in one sentence.
+"""The safety rules: when a loader's setting must stay unchanged, each with its reason in one sentence.
 
 A change of a loader is checked by :func:`why_not`. ``docs/workers-rules.md`` has the same table; a test compares them.
 """
@@ -22,18 +22,18 @@ AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 class CannotChange(Exception):
-    """A setting has to stay as it is; the message gives the reason."""
+    """A setting must stay unchanged; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class AskedChange:
-    """A change of an argument that somebody wants, and what is known of the loader."""
+    """A requested change of an argument, and what is known about the loader."""
 
     loader: DataLoader[Any]
     setting: str
     value: Any
     own_workers: int  # the user's number
-    start: ForkSnapshot | None = None  # what its running workers got a copy of, where that is known
+    start: ForkSnapshot | None = None  # what its running workers got a copy of, if that is known
     dataset_changes: bool = False  # it was another one at the last two starts of an epoch
     before_first: bool = False  # the loader was never iterated
 
@@ -48,7 +48,7 @@ class AskedChange:
 
 @dataclass(frozen=True)
 class Rule:
-    """One reason to leave these settings as they are, by its name in the docs; ``why`` gives it where it applies."""
+    """One reason not to change these settings, by its name in the docs; ``why`` returns it if it applies."""
 
     name: str
     settings: tuple[str, ...]
@@ -157,13 +157,13 @@ BY_TRIAL: Final = {
 
 
 def why_not(asked: AskedChange) -> str | None:
-    """Why a setting has to stay as it is, where it has to; raises what the dataset or the sampler does."""
+    """Why a setting must stay unchanged, or None; raises what the dataset or the sampler raises."""
     reasons = (rule.why(asked) for rule in RULES if asked.setting in rule.settings)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_left_alone(loader: Any, *, iterable: bool = False) -> str | None:
-    """Why a loader keeps its number of workers, whatever is measured: what completes "NumWorkersFinder leaves ..."."""
+    """Why a loader keeps its number of workers, whatever is measured: completes "NumWorkersFinder leaves ..."."""
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
         return f"a {name} alone: it is not a torch DataLoader"

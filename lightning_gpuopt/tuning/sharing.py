@@ -1,4 +1,4 @@
-"""Decides whether more workers would read the same samples, by what they share and what they get a copy of."""
+"""Decides whether more workers would read the same samples, by what they share and copy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
 
 
 def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bool = False) -> DatasetState:
-    """The state of everything that workers get a copy of."""
+    """The state of everything that workers copy."""
     return DatasetState(
         also=also,
         by_sample=by_sample,
@@ -57,7 +57,7 @@ def held_by(loader: DataLoader[Any]) -> list[UnshareableObject]:
 
 
 def why_not_shared(loader: DataLoader[Any], held: Sequence[UnshareableObject], *, workers: int) -> str | None:
-    """Why a loader must not get more ``workers`` than the user's, by what it holds: what two share, more may share."""
+    """Why a loader must not get more ``workers`` than the user's, by what it holds: what two share, more can share."""
     for each in held:
         if each.kind == "trained" and not workers:
             return (
@@ -87,7 +87,7 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
 
 
 class ForkSnapshot:
-    """What a loader's workers get a copy of; held by the loader, so that the dataset does not outlive it."""
+    """The state that a loader's workers copy; held by the loader, so that the dataset does not outlive it."""
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
         self._loader_ref = weakref.ref(loader)
@@ -118,7 +118,7 @@ class ForkSnapshot:
 
     @property
     def has_changed(self) -> bool:
-        """Whether workers started now might get another dataset than the running ones."""
+        """Whether workers started now could get another dataset than the running ones."""
         return bool(self._own_workers and not self.state.is_comparable) or self.state.has_changed()
 
     def has_changed_for(self, samples: Iterable[Any] | None) -> bool:
@@ -126,7 +126,7 @@ class ForkSnapshot:
         return self.has_changed if samples is None else self.state.has_changed_for(samples)
 
     def why_no_more(self) -> str | None:
-        """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
+        """Why no worker can be added, now or later, by what the loader holds now; None if one can."""
         if self.state.has_failed:
             return "its dataset holds objects that cannot be inspected, so changes may go unnoticed"
         loader = self._loader

@@ -125,7 +125,7 @@ class TunedLoader:
         return seen.problem
 
     def _fitting(self, choice: WorkersChoice) -> WorkersChoice:
-        """Clip a restored choice to what this machine has room for; a clipped one is measured again."""
+        """Clip a restored choice to this machine's room; a clipped one is measured again."""
         cap = worker_cap(room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._local_ranks)
         if choice.num_workers <= cap.num_workers:
             return choice
@@ -186,7 +186,7 @@ class TunedLoader:
         return loader.num_workers == self.before
 
     def iterator_wanted(self) -> Callable[[Create], Any] | None:
-        """Set what was chosen: the loop is about to iterate the loader."""
+        """Apply the choice: the loop is about to iterate the loader."""
         maker = self.managed.iterator_wanted()
         if self.running.no_more is not None:
             self._say_no_more()
@@ -200,7 +200,7 @@ class TunedLoader:
         self._raise_prefetch(self._prefetch_factor)
 
     def step_done(self, iterator: Any) -> bool:
-        """Act on what workers have reported: True where their number has changed; CannotChange: leave it alone."""
+        """Act on what workers have reported: True if their number has changed; CannotChange: leave it alone."""
         running = self.running
         before = running.loader.num_workers
         if self._keeps_state:
@@ -262,7 +262,7 @@ class TunedLoader:
         self._say(f"no-more-{self._index}", f"num_workers stays {running.loader.num_workers}: {running.no_more}.")
 
     def _warn_of_shared(self) -> None:
-        """Warn where more workers than the user's own share an open file."""
+        """Warn if more workers than the user's own share an open file."""
         running = self.running
         held = running.start.shared_file if running.start is not None else None
         if held is not None and running.loader.num_workers > self.before:

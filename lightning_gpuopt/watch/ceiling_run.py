@@ -33,7 +33,7 @@ from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, pla
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay
 
 _JOIN_S = 5.0  # so long a child process may take to end
-_ALONE_S = 2.0  # so long ranks wait for each other before they end, where one of them was silent before
+_ALONE_S = 2.0  # so long ranks wait for each other before they end, if one of them was silent before
 
 
 class HookClock(Callback):
@@ -54,7 +54,7 @@ class HookClock(Callback):
 class CeilingRun(CallbackBase):
     """Measures the upper bound of a faster loader's gain in one ``fit``, from which it does not return.
 
-    ``before`` stands before the detector, and this callback behind it; None where the detector is the user's own.
+    ``before`` stands before the detector, and this callback behind it; None if the detector is the user's own.
     ``switched`` is called when the steps with the loader are over, ``measured`` on rank 0 of several, and ``leave``
     before the process ends.
     """

@@ -164,7 +164,7 @@ class FlightWatch(ChildWatcher):
         )
 
     def finish(self, code: int) -> PostMortem | None:
-        """Why the command ended with this exit code (negative: a signal's number); None where it ended well."""
+        """Why the command ended with this exit code (negative: a signal's number); None if it ended well."""
         self._stop.set()
         self._ends.wake()
         if self._thread is not None:

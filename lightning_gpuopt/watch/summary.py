@@ -32,12 +32,12 @@ _UNITS: Final = {"utilization": "%", "sm_activity": "% SM activity", "memory_per
 @dataclass
 class Fit:
     folder: Path
-    report: StallReport | None = None  # None where the process ended before it was written
+    report: StallReport | None = None  # None if the process ended before it was written
     messages: list[str] = field(default_factory=list)  # what the callbacks had to tell
     gpu: dict[str, float] = field(default_factory=dict)  # means over the run, by key
     ended: bool = False  # whether its end was noted
-    ceiling: Ceiling | None = None  # under ``--ceiling``; None where nothing was measured
-    no_ceiling: str = ""  # why not; empty where nobody knows
+    ceiling: Ceiling | None = None  # under ``--ceiling``; None if nothing was measured
+    no_ceiling: str = ""  # why not; empty if nobody knows
 
 
 def render_end(
@@ -202,7 +202,7 @@ def gpu_lines(figures: dict[str, float]) -> list[str]:
 def next_command(
     report: RunRecord, path: Path, watch: Watch, command: Sequence[str], report_dir: str | None = None
 ) -> str:
-    """What to run now, by a report; ``report_dir`` is where reports go, where that was named."""
+    """What to run now, by a report; ``report_dir`` is where reports go, if that was named."""
     if not watch.fix and any(finding.settings or finding.cause == "host_to_device" for finding in report.findings):
         folder = f" --report-dir {shlex.quote(report_dir)}" if report_dir is not None else ""
         return f"lightning-gpuopt watch --fix{folder} -- {shlex.join(command)}"

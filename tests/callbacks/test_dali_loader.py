@@ -311,7 +311,7 @@ class TestNumWorkersFinder:
         assert (finder.optimal_num_workers, finder.choices) == (None, {})
 
 
-AHEAD = "CudaPrefetcher does not look ahead: its batches come on the device already."
+AHEAD = "CudaPrefetcher does not look ahead: its batches are already on the device."
 
 
 class TestCudaPrefetcher:

@@ -350,7 +350,7 @@ class TestReportFile:
         why = "No training has run yet: a verdict needs at least 6 steps."
         assert (detector.report.verdict, detector.report.why_not_measured) == ("not_measured", why)
         tiny_trainer(tmp_path, callbacks=[detector], max_steps=3).fit(Model(dataset=SleepyData(sleep_s=0.01)))
-        why = "Only 3 steps have run, warm-up included: nothing is diagnosed, a verdict needs 6 or more."
+        why = "Only 3 steps have run, warm-up included: nothing is diagnosed, a verdict needs at least 6."
         file = tmp_path / "short" / "report.json"
         for text in (capsys.readouterr().out, self.shown(capsys, file)):
             first, *lines = text.splitlines()

@@ -126,7 +126,7 @@ def test_a_driver_that_hangs_is_a_plain_line(simulator: Simulator, monkeypatch, 
     simulator.machine(Gpu(), hang("nvmlDeviceGetHandleByIndex_v2"))
     code, out = doctor(capsys)
     assert code == 0
-    assert "?       gpus: not known: NVML has not answered within 0.05 s" in out.splitlines()
+    assert "?       gpus: not known: NVML did not respond within 0.05 s" in out.splitlines()
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(simulator: Simulator, monkeypatch, capsys):
@@ -177,7 +177,7 @@ def test_a_file_system_that_hangs_is_a_plain_line(simulator: Simulator, with_cud
     finally:
         answers.set()
     assert code == 0
-    assert checks["data"]["found"] == f"not known: {tmp_path}: no answer within 0.05 s"
+    assert checks["data"]["found"] == f"not known: {tmp_path}: no response within 0.05 s"
 
 
 def test_a_path_that_does_not_answer_is_a_plain_line(simulator: Simulator, with_cuda: None, monkeypatch, capsys):
@@ -191,7 +191,7 @@ def test_a_path_that_does_not_answer_is_a_plain_line(simulator: Simulator, with_
     finally:
         answers.set()
     assert code == 0
-    assert checks["data"]["found"] == "not known: /nfs: no answer within 0.05 s"
+    assert checks["data"]["found"] == "not known: /nfs: no response within 0.05 s"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -255,4 +255,4 @@ def test_as_people_run_it_with_a_call_that_hangs(simulator: Simulator):
     data = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (1 if data["problems"] else 0, "")
     checks = {check["name"]: check for check in data["checks"]}
-    assert checks["gpus"]["found"] == "not known: NVML has not answered within 3 s"
+    assert checks["gpus"]["found"] == "not known: NVML did not respond within 3 s"

@@ -157,7 +157,7 @@ def test_a_folder_of_somebody_else_is_refused_and_left_alone(
     assert main(demo(tmp_path)) == 2
     assert capsys.readouterr().err == (
         "error: --data-dir: expected a new or empty folder, or one of the demo's; "
-        f"{folder} is not a folder that the demo made\n"
+        f"{folder} is not a folder created by the demo\n"
     )
     assert (folder / "precious.txt").read_text() == "mine"
 

@@ -81,7 +81,7 @@ def percent_of(share: float | None) -> float | None:
 
 
 def threads_per_worker(host: HostActivity) -> float | None:
-    """Threads of a worker that compute at once, as those of a pool; None where it is the worker's own alone."""
+    """Threads of a worker that compute at once, as those of a pool; None if it is the worker's own alone."""
     threads, runnable = host.worker_threads, host.worker_runnable
     if threads is None or runnable is None or min(threads, runnable) < _A_POOL:
         return None

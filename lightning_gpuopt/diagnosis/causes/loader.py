@@ -394,14 +394,14 @@ def _used_by_others(measurement: Measurement) -> tuple[float, float] | None:
     host = measurement.host
     if host is None or host.free_cpus is None or host.process_cpus is None or host.worker_cpu is None:
         return None
-    each = host.worker_cpu if host.worker_cpus is None else host.worker_cpus  # more than one CPU, where it has a pool
+    each = host.worker_cpu if host.worker_cpus is None else host.worker_cpus  # more than one CPU, if it has a pool
     own = host.process_cpus + each * (measurement.loader.num_workers or 0)
     others = host.usable_cpus - host.free_cpus - own
     return (others, host.usable_cpus) if others >= _MOSTLY * host.usable_cpus else None
 
 
 def _without_workers(measurement: Measurement) -> str:
-    """Advice for a training process that loads by itself, where workers are none."""
+    """Advice for a training process that loads the data itself, if workers would not help."""
     cases, source = CAUSES["main_process_loading"].cases, measurement.source
     if source.kind == "nodes":
         return cases["nodes"]

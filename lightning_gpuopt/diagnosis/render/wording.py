@@ -139,7 +139,7 @@ def proof_line(proof: Proof) -> str:
 
 
 def speedup_line(comparison: Comparison) -> str | None:
-    """What one run gained over another; None where that is not known."""
+    """What one run gained over another; None if that is not known."""
     if comparison.speedup is not None:
         return f"Measured speed-up: {speedup(comparison.speedup)}"
     if comparison.steps is None or not comparison.before.step_s or not comparison.after.step_s:
@@ -193,7 +193,7 @@ def all_proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
 
 
 def headroom_line(report: RunRecord) -> str | None:
-    """That nothing is left to gain; None where a cause was found, or there is headroom in steps or between them."""
+    """That nothing is left to gain; None if a cause was found, or there is headroom in steps or between them."""
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
         return None
     if sum(report.phases.get(phase, 0.0) for phase in BETWEEN_STEPS) >= HEADROOM_LEFT * report.wall_s:
@@ -202,7 +202,7 @@ def headroom_line(report: RunRecord) -> str | None:
 
 
 def measured_part(report: RunRecord) -> str:
-    """Which steps the step time is of, and how long they took; empty where that is the whole run, or not known."""
+    """Which steps the step time is of, and how long they took; empty if that is the whole run, or not known."""
     if report.step_s is None or report.measured_steps is None:
         return ""
     took_s = report.measured_steps * report.step_s
@@ -257,7 +257,7 @@ def lightning_line(report: RunRecord) -> str | None:
 
 
 def kernel_kinds_line(report: RunRecord) -> str | None:
-    """What the steps' work consists of, by kind, the largest first; None where nothing was looked at."""
+    """The kernels of a step by kind, the largest first; None if none were recorded."""
     kinds = sorted(report.kernel_kinds.items(), key=lambda item: -item[1])
     parts = [f"{name.replace('_', ' ')} {percent(share)}" for name, share in kinds if share >= _SMALL_KIND]
     if not parts:
@@ -319,7 +319,7 @@ def _median_clause(gate: Gate) -> str:
 
 
 def no_proof_line(comparison: Comparison) -> str | None:
-    """Why two runs prove nothing of one another; None where they do, or where the later one has proofs of its own."""
+    """Why two runs prove nothing of one another; None if they do, or where the later one has proofs of its own."""
     if comparison.proofs or (comparison.after.proofs and not comparison.differences):
         return None
     for name, run in (("earlier", comparison.before), ("later", comparison.after)):
