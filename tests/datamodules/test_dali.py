@@ -126,7 +126,7 @@ class TestErrors:
             DALIDataModule("train", **arguments)
 
     def test_no_such_stage(self, folder: Path) -> None:
-        with pytest.raises(MisconfigurationException, match="DALIDataModule was made without val=: pass the path"):
+        with pytest.raises(MisconfigurationException, match="DALIDataModule was created without val=: pass the path"):
             super(DALIDataModule, DALIDataModule(folder)).val_dataloader()
 
     @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ class TestErrors:
         (folder / "bee/5.png").write_bytes(b"no image")  # in the last batch, whose error waits for the first's
 
         datamodule = DALIDataModule(val=folder, eval_pipeline=_beyond, **small(batch_size=2))
-        with pytest.raises(ValueError, match="eval_pipeline: expected a pipeline that can do with every image"):
+        with pytest.raises(ValueError, match="eval_pipeline: expected a pipeline that can process every image"):
             labels(datamodule)
 
     def test_a_decoder_that_refuses_everything_is_asked_twice_only(self, folder: Path) -> None:
