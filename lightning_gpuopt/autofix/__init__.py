@@ -1,1 +1,1 @@
-"""Findings become changes, one at a time; each is kept or taken back."""
+"""Turns findings into changes, one at a time; each is kept or undone."""

@@ -1,4 +1,4 @@
-"""The training loader under AutoFix: the one that the Trainer has, under management."""
+"""The Trainer's training loader under AutoFix's management."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _WORKERS = ("num_workers", "persistent_workers")
 
 
 class DevicePrefetch(Protocol):
-    """Copies batches to the device ahead of the step, once it is woken."""
+    """Copies batches to the device ahead of the step, once switched on."""
 
     is_awake: bool
 
     def wake(self) -> None:
-        """Copy batches ahead from now on; raises CannotChange where that cannot be."""
+        """Copy batches ahead from now on; raises CannotChange if that cannot be."""
 
     def sleep(self) -> None:
-        """Leave the batches as they come again."""
+        """Stop copying ahead."""
 
 
 class AdjustableLoader:
@@ -66,7 +66,7 @@ class AdjustableLoader:
         if managed is None:
             return None
         if threading.get_ident() != self._thread:
-            managed.leave("it is iterated on a thread of the program's own")
+            managed.leave("the program iterates it on its own thread")
             return None
         return managed.iterator_wanted()
 
@@ -78,7 +78,7 @@ class AdjustableLoader:
         return next((each for each in self._managed if each.running.is_of(loader)), None)
 
     def aim(self, key: str) -> bool:
-        """Have the loader with this key changed from now on; the first call decides, and gives True."""
+        """Select the loader with this key for changes; only the first call selects one, and returns True."""
         if self.key is not None or len(train_loaders(self._trainer)) < 2:
             return False
         self.key = key
@@ -86,7 +86,7 @@ class AdjustableLoader:
 
     @property
     def _index(self) -> int:
-        """Of the loader, among the training loaders; -1 where it is not known which of several it is."""
+        """The loader's index among the training loaders; -1 if it is unknown which of several it is."""
         keys = train_loader_keys(self._trainer)
         return 0 if len(keys) == 1 else keys.index(self.key) if self.key in keys else -1
 
@@ -116,19 +116,19 @@ class AdjustableLoader:
         return None if (managed := self._only) is None else managed.now(setting)
 
     def change(self, setting: str, value: Any) -> bool:
-        """Change a setting: True where that is in effect, False where the next iterator brings it; or CannotChange."""
+        """Change a setting: True if that is in effect, False if the next iterator brings it; or CannotChange."""
         if setting == "device_prefetch":
             if self._prefetch is None:
-                raise CannotChange("there is no CudaPrefetcher to wake")
+                raise CannotChange("there is no CudaPrefetcher to switch on")
             self._prefetch.wake()
             return True
         trainer, managed = self._trainer, self._only
         if managed is None:
             raise CannotChange(self._why_none())
         if sum(1 for each in self._registry.training if each.inner is managed.loader) > 1:
-            raise CannotChange("it is among the training loaders twice")
+            raise CannotChange("it is used twice among the training loaders")
         if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-            raise CannotChange("the loaders are made again while training runs")
+            raise CannotChange("the loaders are recreated while training runs")
         if setting in _WORKERS and (reason := why_left_alone(managed.loader)) is not None:
             raise CannotChange(f"AutoFix leaves {reason}")
         last = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch + 1
@@ -139,9 +139,9 @@ class AdjustableLoader:
         if not loaders:
             return "there is no training loader"
         if index < 0:
-            return "there are several training loaders, and nothing says which one it is about"
+            return "there are several training loaders, and the finding names none"
         if self._registry.find(loaders[index]) is None:
-            return "the training loader was made before"
+            return "the training loader already existed"
         return f"AutoFix leaves {why_left_alone(loaders[index])}"
 
     def take_back(self, setting: str, value: Any) -> None:
@@ -176,7 +176,7 @@ class AdjustableLoader:
         managed = self._only
         lost = None if managed is None else managed.step_done(self._iterator)
         if lost is not None and lost.kind == "order":
-            text = f"AutoFix: {lost.why}. From the next epoch on it is asked as you have set it."
+            text = f"AutoFix: {lost.why}. From the next epoch on, your settings apply again."
             say_once(self._trainer, "autofix-order", text)
         return None if lost is None else lost.why
 

@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 
 _MIN_SET_UPS: Final = 2  # before workers are made persistent: the run's first set-up contains more than the workers
 _LAST_EPOCH: Final = "training ended before it could take effect"
-_NO_GAIN: Final = "no gain that could be told from noise"
-_WITH_WORKERS: Final = "with num_workers, and measured with it; not predicted by itself"
+_NO_GAIN: Final = "no gain beyond noise"
+_WITH_WORKERS: Final = "applied and measured together with num_workers; not predicted separately"
 
 
 class AutoFixController:
@@ -59,7 +59,7 @@ class AutoFixController:
         self._broadcast = RankBroadcast("autofix", rank, 1)  # to nobody, until training begins
 
     def start(self, broadcast: RankBroadcast) -> None:
-        """Training begins, with a way to send the decisions of rank 0 to the others; without one nothing is changed."""
+        """Start, with a way to send rank 0's decisions to the other ranks; without one nothing is changed."""
         self._broadcast = broadcast
         if broadcast.problem is not None:
             self._fixes = []
@@ -97,7 +97,7 @@ class AutoFixController:
         return bool(self._loader.now("device_prefetch")) and not awake
 
     def _note_problem(self, workers: int, problem: str) -> None:
-        """The workers changed without a decision here: for lack of memory, or since one failed."""
+        """Note that workers changed without a decision here: memory ran out, or a worker failed."""
         if (trial := self._trial) is not None:
             of_workers = trial.wanted.setting == "num_workers"
             trial.waits = trial.waits and not (of_workers and workers != self._before_change["num_workers"])
@@ -109,9 +109,9 @@ class AutoFixController:
         if now != workers:
             self.changes.append(Change("num_workers", workers, now, kept=True, why=problem))
         elif self._loader.is_waiting("num_workers"):
-            self.notes.append(f"AutoFix gives the loader its own num_workers back with the next epoch: {problem}.")
+            self.notes.append(f"AutoFix restores the loader's own num_workers in the next epoch: {problem}.")
         else:
-            self.notes.append(f"AutoFix starts workers at the beginning of an epoch only: {problem}.")
+            self.notes.append(f"AutoFix starts workers only at the beginning of an epoch: {problem}.")
 
     def _may_try(self, wanted: Wanted) -> bool:
         setting, loader = wanted.setting, wanted.loader
@@ -122,7 +122,7 @@ class AutoFixController:
         return not loader or self._loader.key in (None, loader)
 
     def _try(self, wanted: Wanted, loader: LoaderFacts, window: Measurement) -> bool:
-        """Begin a change; False where it is only advised."""
+        """Begin a change; False if it is only advised."""
         setting = wanted.setting
         aims = bool(wanted.loader) and self._loader.aim(wanted.loader)
         before = self._loader.now(setting)
@@ -157,7 +157,7 @@ class AutoFixController:
         self._trial, self._before_change[setting] = trial, before
         if aims:
             self._broadcast.send(["aim", wanted.loader, None])
-            self.notes.append(f"Of several training loaders AutoFix changes {wanted.loader!r} alone.")
+            self.notes.append(f"Of several training loaders, AutoFix changes only {wanted.loader!r}.")
         self._broadcast.send(["change", setting, wanted.value])
         there = wanted.value if trial.waits else self._loader.now(setting)
         if there != wanted.value:  # no room for all the workers
@@ -167,12 +167,12 @@ class AutoFixController:
         when = "with the next epoch" if trial.waits else "now"
         self._notify(
             f"AutoFix: {setting} {before} → {there}, {when}, since {wanted.cause} was found"
-            + ", with workers that persist" * (len(trial.entries) > 1)
+            + ", with persistent workers" * (len(trial.entries) > 1)
         )
         return True
 
     def _as_many_as_pay(self, wanted: Wanted, now: int, window: Measurement) -> Wanted | None:
-        """The largest number of workers whose start-up cost is repaid, where that is known; None: not even one more."""
+        """The largest number of workers whose start-up cost is repaid, if that is known; None: not even one more."""
         length, history = self._run_length(), self._history
         if not length.steps or not history.set_ups or wanted.predicted is None:
             return wanted
@@ -196,7 +196,7 @@ class AutoFixController:
         return replace(wanted, value=best, predicted=speedup_of_workers(window, best))
 
     def _persist_as_well(self, trial: ChangeTrial) -> None:
-        """Make the workers persistent as well, where that changes nothing else: starting them is slow."""
+        """Make the workers persistent as well, if that changes nothing else: starting them is slow."""
         if "persistent_workers" not in self._fixes or "persistent_workers" in self._failed:
             return
         try:
@@ -232,7 +232,7 @@ class AutoFixController:
                 self._take_back(trial, COSTS_MORE if after_s > before_s and steps_alone is not False else _NO_GAIN)
 
     def _look_at_costs(self) -> None:
-        """Take back changes, kept in mid-epoch, that cost more at the next epoch's set-up than their steps save."""
+        """Undo changes kept in mid-epoch whose set-up in the next epoch costs more than their steps save."""
         kept, history = self._unpaid, self._history
         if not kept or len(history.set_ups) <= kept[-1].set_ups_before:
             return
@@ -311,7 +311,7 @@ class AutoFixController:
         self._loader.epoch_begins()
 
     def obey(self) -> None:
-        """Apply what rank 0 has decided since the last step."""
+        """Apply rank 0's decisions since the last step."""
         for what, setting, value in self._broadcast.take():
             try:
                 if what == "aim":

@@ -16,11 +16,11 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
 FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
 
-# by setting, why its gain is not predicted, where it is not
+# by setting, why its gain is not predicted, if it is not
 NOT_PREDICTED: Final[dict[str, str]] = {
-    "num_workers": "what a batch costs was not measured",
-    "prefetch_factor": "what a batch costs was not measured",
-    "pin_memory": "how much faster a copy from page-locked memory is, only a trial shows",
+    "num_workers": "the cost of a batch was not measured",
+    "prefetch_factor": "the cost of a batch was not measured",
+    "pin_memory": "only a trial shows how much faster copies from page-locked memory are",
     "persistent_workers": "the length of an epoch is not known",
     "device_prefetch": "no step was measured",
 }
@@ -68,12 +68,12 @@ def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Want
 def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
     """Whether steps have become faster, by the mean seconds per step of each window before and after a change.
 
-    Wilcoxon's rank-sum test, exact: a gain is proved where a change without effect would show such an order, or a
-    clearer one, in 1 of 100 cases, at one of two looks. Windows are compared rather than steps: batches come in
-    bursts, so that successive steps depend on each other. If steps were getting faster before the change already, as
-    a page cache warms, they must have become faster than that trend alone explains.
+    Wilcoxon's rank-sum test, exact: a gain is proven if a change without effect would show such an order, or a clearer
+    one, in 1 of 100 cases, at one of two looks. Windows are compared rather than steps: batches come in bursts, so that
+    successive steps depend on each other. If steps were getting faster before the change already, as a page cache
+    warms, they must have become faster than that trend alone explains.
 
-    Returns None where more windows may tell, and False also for a gain that cannot be told from noise.
+    Returns None if more windows may decide, and False also for a gain within noise.
     """
     if len(before) < MIN_BEFORE or len(after) < _MIN_TO_LOSE:
         return None
@@ -106,7 +106,7 @@ def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
 
 @cache
 def _orders(n: int, m: int, losses: int) -> int:
-    """Number of orders of n and m values with exactly so many inversions."""
+    """Number of orders of n and m values with exactly this many inversions."""
     if losses < 0 or not n or not m:
         return int(losses == 0)
     return _orders(n - 1, m, losses - m) + _orders(n, m - 1, losses)

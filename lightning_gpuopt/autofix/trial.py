@@ -1,4 +1,4 @@
-"""A change that is being tried, and what the windows and epochs around it say of it."""
+"""A change under trial, with the windows and epochs around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MANY_EPOCHS: Final = 100  # epochs to come where no end is set
 
 @dataclass(frozen=True)
 class RunLength:
-    """What is left of a run: the steps of an epoch, 0 where not known, and the epochs after this one, at least 1."""
+    """The rest of a run: the steps of an epoch, 0 if not known, and the epochs after this one, at least 1."""
 
     steps: int
     epochs_left: int
@@ -65,13 +65,13 @@ class TrialHistory:
         self._setup_s = setup_s
 
     def verdict(self, trial: ChangeTrial) -> bool | None:
-        """Whether a change has proved a gain; None: more windows may tell."""
+        """Whether a change has a proven gain; None: more windows may decide."""
         return (judge_pauses if trial.wanted.setting == "persistent_workers" else judge)(*self._around(trial))
 
     def measured(self, trial: ChangeTrial) -> float | None:
-        """Steps per second, after over before; of persistent workers of whole epochs, with steps as before the change.
+        """Steps per second, after over before; for persistent workers, of whole epochs with earlier steps.
 
-        None before there is something on either side, or where those are asked for and an epoch's length is not known.
+        None before both sides have values, or if whole epochs are needed and an epoch's length is unknown.
         """
         before, after = self._around(trial)
         if not before or not after:
@@ -82,18 +82,18 @@ class TrialHistory:
         return (epoch_s + fmean(before)) / (epoch_s + fmean(after)) if epoch_s else None
 
     def speedup_of_persistent_workers(self, length: RunLength, first_batch_s: float) -> Interval | None:
-        """What persistent workers will bring, by the set-ups after the run's first; None where that is not known."""
+        """The expected gain of persistent workers, from the set-ups after the run's first; None if unknown."""
         epoch_s = self._epoch_s(length)
         return speedup_of_persistent_workers(epoch_s, fmean(self.set_ups[1:]), first_batch_s) if epoch_s else None
 
     def _epoch_s(self, length: RunLength) -> float:
-        """Seconds of an epoch's steps, 0 where not known: by the median, as a look at the dataset prolongs a window."""
+        """Seconds of an epoch's steps, 0 if not known: by the median, as a look at the dataset prolongs a window."""
         return length.steps * median(self.before)
 
     def set_up_costs(self, trial: ChangeTrial) -> tuple[float, float]:
         """Seconds a step that the set-ups of epochs cost before and after a change of ``num_workers``.
 
-        Zeros where no epoch has begun since, or none before; where an epoch's length is not known; of other settings.
+        Zeros if no epoch has begun since, or none before; if an epoch's length is unknown; for other settings.
         """
         steps, first = trial.length.steps, trial.set_ups_before
         before, after = self.set_ups[:first], self.set_ups[first:]
@@ -107,7 +107,8 @@ class TrialHistory:
     def _around(self, trial: ChangeTrial) -> tuple[list[float], list[float]]:
         """Seconds a step of each window before and after a change, with its epoch's set-up spread over them.
 
-        Of persistent workers those of the epochs' set-ups, without the run's first and the one in which they started.
+        For persistent workers, seconds of the epochs' set-ups, without the run's first and the one in which they
+        started.
         """
         if trial.wanted.setting == "persistent_workers":
             return self.set_ups[1 : trial.set_ups_before], self.set_ups[trial.set_ups_before + 1 :]

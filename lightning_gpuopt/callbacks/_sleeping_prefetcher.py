@@ -1,4 +1,4 @@
-"""The CudaPrefetcher that AutoFix brings along."""
+"""The CudaPrefetcher that AutoFix adds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_gpuopt.tuning.rules import CannotChange
 
 
 class SleepingPrefetcher(CudaPrefetcher):
-    """A CudaPrefetcher that leaves the batches as they come until it is woken."""
+    """A CudaPrefetcher that does nothing until it is switched on."""
 
     public_name: ClassVar[str] = "CudaPrefetcher"
     _begins_asleep = True
@@ -19,7 +19,7 @@ class SleepingPrefetcher(CudaPrefetcher):
         self.is_awake = False
 
     def wake(self) -> None:
-        """Copy batches ahead from now on; CannotChange where it cannot look ahead in this run."""
+        """Copy batches ahead from now on; CannotChange if it cannot look ahead in this run."""
         if self._run is None:
             raise CannotChange("CudaPrefetcher cannot be used in this run")
         if (reason := self._run.why_not) is not None:

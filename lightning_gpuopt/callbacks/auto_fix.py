@@ -86,15 +86,15 @@ class AutoFix(CallbackBase):
 
     @property
     def changes(self) -> list[Change]:
-        """What was tried, in its order: ``setting``, ``from``, ``to``, ``predicted``, ``measured``, ``kept``.
+        """The changes that were tried, in order: ``setting``, ``from``, ``to``, ``predicted``, ``measured``, ``kept``.
 
-        ``from`` is a word of Python: ``change["from"]``, or ``change.from_``.
+        ``from`` is a Python keyword: use ``change["from"]`` or ``change.from_``.
         """
         return list(self._changes if self._controller is None else self._controller.changes)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Bring what is missing, where a ``fit`` begins."""
+        """Add the missing callbacks when a ``fit`` begins."""
         if stage != "fit":
             return
         self._refuse_second(trainer, AutoFix, "AutoFix")
@@ -138,7 +138,7 @@ class AutoFix(CallbackBase):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The ranks can talk to one another now."""
+        """From now on the ranks can communicate."""
         if self._controller is not None:
             with Guard(self, trainer):
                 broadcast = RankBroadcast("autofix", trainer.global_rank, trainer.world_size)
@@ -148,7 +148,7 @@ class AutoFix(CallbackBase):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the loader is iterated."""
+        """Called before the loader is iterated."""
         if self._controller is not None:
             with Guard(self, trainer):
                 self._controller.epoch_begins()
@@ -157,20 +157,20 @@ class AutoFix(CallbackBase):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """On other ranks: do what rank 0 has decided."""
+        """On other ranks: apply rank 0's decision."""
         if self._controller is not None:
             with Guard(self, trainer):
                 self._controller.obey()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the Trainer as it was; Lightning calls no ``teardown`` then."""
+        """Restore the Trainer; Lightning calls no ``teardown`` then."""
         self._parts.on_exception(pl_module, exception)
         self._leave()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer as it was; the loader keeps the settings that were kept."""
+        """Restore the Trainer; the loader keeps the settings that were kept."""
         self._parts.teardown(pl_module, stage)
         self._leave()
 

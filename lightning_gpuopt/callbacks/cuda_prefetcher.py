@@ -1,4 +1,4 @@
-"""``CudaPrefetcher``: the copy of the next batch hidden behind the current step."""
+"""``CudaPrefetcher``: hides the copy of the next batch behind the current step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 
 
 class CudaPrefetcher(CallbackBase):
-    """Copy the next batch to the GPU while the current one is trained on.
+    """Copy the next batch to the GPU during the current step.
 
-    Lightning copies each batch on the stream of the computation, just before its step. This callback fetches the next
-    batch as soon as the loader has it, and copies it on a stream of its own, into memory that is used in turn: a step
-    of S seconds with a copy of C takes max(S, C) instead of S + C.
+    Lightning copies each batch on the compute stream, just before its step. This callback fetches the next batch as
+    soon as the loader has it, and copies it on its own stream into reused memory. A step of S seconds with a copy of C
+    seconds then takes max(S, C) instead of S + C.
 
-    Weights, logged values and hooks are the same bit for bit. It disables itself, with one line that gives the
-    reason, where that could not be so (a loader that draws random numbers in the training process, an overridden
-    ``on_before_batch_transfer``, a strategy that moves batches in its own way), and on a CPU. Guide:
-    ``docs/prefetch.md``.
+    Weights, logged values and hooks are the same bit for bit. If that cannot be guaranteed, it disables itself and logs
+    the reason once: a loader that draws random numbers in the training process, an overridden
+    ``on_before_batch_transfer``, a strategy that moves batches in its own way, or a CPU. Guide: ``docs/prefetch.md``.
 
     Args:
-        depth: batches that are copied ahead. More than one only evens out batches of different sizes.
-        enabled: ``"auto"``: where the Trainer's device is CUDA. True: on a CPU as well, to try it out. False: never.
+        depth: number of batches to copy ahead. More than one only evens out batches of different sizes.
+        enabled: ``"auto"``: if the Trainer's device is CUDA. True: also on a CPU, to try it out. False: never.
 
     Raises:
         ValueError: an argument is out of range.
@@ -61,13 +60,13 @@ class CudaPrefetcher(CallbackBase):
 
     @property
     def stats(self) -> dict[str, int | float]:
-        """What has been done since the last ``setup``, in all loops.
+        """Counts since the last ``setup``, over all loops.
 
         Returns:
-            ``staged`` and ``direct``: batches that were copied on the side stream, and as without this callback;
-            ``copied_bytes``: bytes of the staged ones, ``pageable_bytes`` those of them that were not in page-locked
-            memory; ``copy_s``: seconds of their copies; ``exposed_wait_s``: seconds for which the computation waited
-            for them. Copies that the GPU has not finished yet are not in the seconds.
+            ``staged`` and ``direct``: batches copied on the side stream, and batches copied as usual; ``copied_bytes``:
+            bytes of the staged ones, ``pageable_bytes``: those of them not in page-locked memory; ``copy_s``: seconds
+            of their copies; ``exposed_wait_s``: seconds for which the computation waited for the copies. Copies that
+            the GPU has not finished yet are not in the seconds.
         """
         counts = self._counts if self._run is None else _counts_of(self._run)
         times = self._times
@@ -80,7 +79,7 @@ class CudaPrefetcher(CallbackBase):
     _begins_asleep: ClassVar[bool] = False
 
     def copies_ahead(self) -> AheadCopies | None:
-        """The training batches' copies that the GPU has finished, for StallDetector; None where none are made ahead."""
+        """The finished copies of training batches, for StallDetector; None if none are made ahead."""
         if self._run is None or self._times is None:
             return None
         self._times.read()
@@ -89,7 +88,7 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find out whether the Trainer can do with it, and wait for its loops."""
+        """Check whether the Trainer is supported, and wait for its loops."""
         self._refuse_second(trainer, CudaPrefetcher, "CudaPrefetchers", ": depth says how far it looks ahead")
         self._leave()
         self._counts, self._times, self._states = _counts_of(None), None, None
@@ -108,9 +107,9 @@ class CudaPrefetcher(CallbackBase):
     def _why_not(self, trainer: Trainer, pl_module: LightningModule) -> str | None:
         device = trainer.strategy.root_device.type
         if self.enabled == "auto" and device != "cuda":
-            return f"the Trainer's device is {device}, where no copy can be hidden"
+            return f"the Trainer's device is {device}, where copies cannot be hidden"
         if count_holders is None:
-            return "this torch does not say who uses a tensor's memory"
+            return "this torch does not report which streams use a tensor's memory"
         missing = loops.missing_names(trainer, pl_module)
         if missing is not None:
             return f"this Lightning has no {missing}"
@@ -120,38 +119,38 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stand in front of the loop's fetcher; after a resume in the middle of an epoch, no other hook comes first."""
+        """Wrap the loop's fetcher; after a resume in the middle of an epoch, no other hook comes first."""
         self._enter("fit", trainer)
 
     on_train_epoch_start = on_train_start  # the loaders may be new
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Look ahead before the step, if the next batch is there."""
+        """Fetch ahead before the step, if the next batch is available."""
         self._look_ahead()
 
     @override
     def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        """Look ahead if the next batch is there by now; in manual optimization this lies inside ``training_step``."""
+        """Fetch ahead if the next batch is available; in manual optimization this runs inside ``training_step``."""
         self._look_ahead(allowed=pl_module.automatic_optimization)
 
     on_before_optimizer_step = on_before_zero_grad
 
     @override
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Look ahead if the next batch is there by now."""
+        """Fetch ahead if the next batch is available."""
         self._look_ahead(allowed=pl_module.automatic_optimization)
 
     @override
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Look ahead if the next batch is there by now."""
+        """Fetch ahead if the next batch is available."""
         self._look_ahead(allowed=pl_module.automatic_optimization)
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """The step's work is issued: look ahead, and wait for the next batch if it is not there."""
+        """The step's work is issued: fetch ahead, and wait for the next batch if needed."""
         if self._run is not None:
             with self._guard:
                 self._run.step_done()
@@ -173,14 +172,14 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Stand in front of the loop's fetcher, which is a new one each time."""
+        """Wrap the loop's fetcher, which is a new one each time."""
         self._enter(_evaluation(trainer), trainer)
 
     @override
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Look ahead before the step, if the next batch is there."""
+        """Fetch ahead before the step, if the next batch is available."""
         self._evaluate(trainer, step_done=False)
 
     @override
@@ -198,7 +197,7 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give back what only validation needed."""
+        """Release what only validation needed."""
         if self._run is not None:
             with self._guard:
                 self._run.leave(_evaluation(trainer))
@@ -226,19 +225,19 @@ class CudaPrefetcher(CallbackBase):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Write the loaders' positions as they were before anything was fetched ahead."""
+        """Save the loaders' positions without the batches fetched ahead."""
         states = self._states if self._run is None else self._run.states
         if states is not None:
             loops.put_loader_states(checkpoint, states)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the Trainer as it was; Lightning calls no ``teardown`` then, but may still save a checkpoint."""
+        """Restore the Trainer; Lightning calls no ``teardown`` then, but may still save a checkpoint."""
         self._leave()
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer as it was."""
+        """Restore the Trainer."""
         self._leave()
 
     @override

@@ -1,4 +1,4 @@
-"""GpuUtilMonitor: GPU figures in every logger, read in the background."""
+"""GpuUtilMonitor: logs GPU readings to every logger, read in the background."""
 
 from __future__ import annotations
 
@@ -40,29 +40,29 @@ class GpuUtilMonitor(CallbackBase):
     """Log what the GPUs do: utilization, SM, tensor-core and memory activity, memory, power, clocks, throttling.
 
     A background thread reads NVML; training itself makes no NVML call and waits for none. Every ``log_every_n_steps``
-    optimizer steps the window's figures of all ranks go to every logger, under ``gpu/{i}/...`` with ``i`` the CUDA
-    ordinal; with several GPUs also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``.
-    Percentages are 0-100; a figure that a GPU cannot give is absent. No NVIDIA driver, no GPU, a GPU that is lost in
-    mid-run: one warning, and training continues. Guide, with all keys and their units: ``docs/gpu-util-monitor.md``.
+    optimizer steps the window's values of all ranks are written to every logger, under ``gpu/{i}/...`` with ``i`` the
+    CUDA ordinal; with several GPUs also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``.
+    Percentages are 0-100; a value that a GPU does not support is absent. Without an NVIDIA driver or GPU, or if a GPU
+    is lost during the run, it warns once and training continues. Guide, with all keys and their units:
+    ``docs/gpu-util-monitor.md``.
 
     Args:
-        metrics: ``"default"`` (12 figures a GPU), ``"all"``, or a list of names such as
-            ``["utilization", "power_w"]``.
+        metrics: ``"default"`` (12 keys per GPU), ``"all"``, or a list of names such as ``["utilization", "power_w"]``.
         devices: ``"auto"``: the GPU that this rank trains on, nothing on a CPU Trainer. ``"all"``: every visible GPU.
             Or a list of CUDA ordinals (after ``CUDA_VISIBLE_DEVICES``) and UUIDs (``"GPU-…"``, ``"MIG-…"``), each
             once.
-        sample_interval: seconds from one reading to the next, in the mean (each is at a random moment of its interval),
-            at least 0.001. At the default, 0.1, more where readings would take more than 0.5 % of a core; any other is
-            kept. Utilization is read each time, where there is one from the buffer that the driver fills by itself;
-            what changes slowly every fifth time, or every 0.5 s.
+        sample_interval: mean seconds between readings, each at a random moment of its interval; at least 0.001. The
+            default, 0.1, grows if readings would take more than 0.5 % of a core; any other value is kept. Utilization
+            is read each time, from the driver's own buffer if there is one; slowly changing values every fifth time, or
+            every 0.5 s.
         log_every_n_steps: optimizer steps from one logged window to the next, 0 for never; None: the Trainer's.
-        prog_bar: show ``gpu 31 %`` in the Trainer's progress bar: the last window's utilization, the mean where there
-            is more than one GPU. Refreshed with each window (every 50 steps where none is logged).
+        prog_bar: show ``gpu 31 %`` in the Trainer's progress bar: the last window's utilization, the mean if there is
+            more than one GPU. Refreshed with each window (every 50 steps if none is logged).
 
     Raises:
-        ValueError: an argument has a value that makes no sense; an unknown metric is answered with the known ones.
+        ValueError: an argument is out of range, or a metric is unknown (the message lists the known ones).
         TypeError: an argument has a wrong type.
-        MisconfigurationException: at the start of ``fit``, if a GPU named in ``devices`` is not there.
+        MisconfigurationException: at the start of ``fit``, if a GPU named in ``devices`` does not exist.
 
     Example::
 
@@ -105,12 +105,12 @@ class GpuUtilMonitor(CallbackBase):
         self._summary: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
-        """The figures of the whole run: of the one under way, else of the last one.
+        """The values over the whole current run, or over the last one.
 
         Returns:
-            The keys that are logged, as means over the run (``_min`` and ``_max``: its extremes), and for each GPU
-            ``memory_used_mib_max`` and ``temperature_c_max``. On rank 0 of all ranks' GPUs, elsewhere of this rank's;
-            empty before the first ``fit``.
+            The logged keys as means over the run (``_min`` and ``_max``: its extremes), and for each GPU
+            ``memory_used_mib_max`` and ``temperature_c_max``. Rank 0 has all ranks' GPUs, other ranks their own; empty
+            before the first ``fit``.
         """
         return dict(self._summary) if self._monitor is None else self._monitor.summary()
 
@@ -123,7 +123,9 @@ class GpuUtilMonitor(CallbackBase):
         self._summary = {}
         device = trainer.strategy.root_device
         if self.devices == "auto" and device.type != "cuda":
-            text = f'GpuUtilMonitor(devices="auto") has nothing to monitor on {device.type}; "all" would.'
+            text = (
+                f'GpuUtilMonitor(devices="auto") has no GPU to monitor: the Trainer runs on {device.type}; use "all".'
+            )
             say_once(trainer, "gpu-monitor-no-cuda", text, warn=False)
             return
         try:
@@ -247,7 +249,7 @@ def _report_failure(trainer: Trainer, error: Exception) -> None:
 
 
 def _utilization(figures: Mapping[str, float]) -> float | None:
-    """The mean of a window's GPUs, or that of the only one; None where it says nothing of them."""
+    """The mean utilization of a window's GPUs; None if there is none."""
     if "gpu/mean/utilization" in figures:
         return figures["gpu/mean/utilization"]
     return next((value for key, value in figures.items() if key.endswith("/utilization")), None)

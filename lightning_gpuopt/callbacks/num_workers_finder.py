@@ -19,21 +19,21 @@ _SAVED: Final = ("num_workers", "before", "settled", "limited_by", "prefetch_fac
 
 
 class NumWorkersFinder(CallbackBase):
-    """Find the number of workers that each training loader needs, and use it.
+    """Find the number of workers each training loader needs, and use it.
 
     ``mode="live"`` measures the running loader, adds workers to it, and removes those that gain nothing. A loader with
-    ``num_workers=0`` gets its first before its first batch. ``mode="probe"`` measures a few trials before training
-    continues. The choice is reported in one line, logged as ``loader/num_workers``, and saved in checkpoints.
+    ``num_workers=0`` gets its first workers before its first batch. ``mode="probe"`` measures a few trials before
+    training continues. The choice is reported in one line, logged as ``loader/num_workers``, and saved in checkpoints.
 
-    Samples and their order stay the same. A loader whose samples could change is left alone, and one line says why.
+    Samples and their order stay the same. A loader whose samples could change is left alone, and one log line says why.
     Examples are a dataset that holds an open file or connection, or that changes while training runs, and a sampler
     that draws from a global random state. Random numbers drawn in workers depend on how many workers run and for how
     long, as everywhere in PyTorch; the report of a change says so if such draws were seen. Guide: ``docs/workers.md``.
 
     Args:
-        mode: ``"live"``, ``"probe"`` or ``"off"`` (or False, which is what YAML makes of an unquoted ``off``).
-        step_time_s: for ``"probe"``: seconds that training takes for a batch without waiting for it. None: measured on
-            the first steps.
+        mode: ``"live"``, ``"probe"`` or ``"off"`` (or False: YAML reads an unquoted ``off`` as False).
+        step_time_s: for ``"probe"``: seconds of training per batch, without waiting for it. None: measured on the first
+            steps.
         max_num_workers: upper limit. None: min(32, 8 × usable CPUs), less if memory or ``/dev/shm`` allow less.
         max_seconds: for ``"probe"``: budget of the search.
         tolerance: share, 0-1, below which waiting and gains do not count.
@@ -81,12 +81,12 @@ class NumWorkersFinder(CallbackBase):
 
     @property
     def choices(self) -> dict[int, WorkersChoice]:
-        """What was chosen, by the training loaders' order from 0; those that are left alone are missing."""
+        """The choices, by the training loaders' order from 0; loaders left alone are missing."""
         return self._choices if self._fit is None else self._fit.choices
 
     @property
     def optimal_num_workers(self) -> int | None:
-        """The workers of the training loader, of the first of several; what it has itself where it is left alone.
+        """The number of workers of the (first) training loader; its own number if it is left alone.
 
         None before a DataLoader was seen, with ``mode="off"``, and under ``fast_dev_run``.
         """
@@ -95,13 +95,13 @@ class NumWorkersFinder(CallbackBase):
 
     @property
     def trials(self) -> list[Trial]:
-        """What was measured on that loader, in the order in which the numbers were first tried."""
+        """The measurements on that loader, in the order in which the numbers were first tried."""
         choice = self.choices.get(0)
         return [] if choice is None else list(choice.trials)
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Wait for the loaders to pass."""
+        """Intercept the loaders."""
         if stage != "fit":
             return
         self._leave()
@@ -114,7 +114,7 @@ class NumWorkersFinder(CallbackBase):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Before the loaders are iterated."""
+        """Called before the loaders are iterated."""
         if self._fit is not None:
             with Guard(self, trainer):
                 self._fit.epoch_begins()
@@ -123,19 +123,19 @@ class NumWorkersFinder(CallbackBase):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
-        """Change the number of workers where the measurements ask for it."""
+        """Change the number of workers if the measurements require it."""
         if self._fit is not None:
             with Guard(self, trainer):
                 self._fit.step_done()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave no worker; Lightning calls no ``teardown`` then."""
+        """Stop all workers; Lightning calls no ``teardown`` then."""
         self._leave(failed=True)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer and its loaders as they were, but for the number of workers."""
+        """Restore the Trainer and its loaders, except for the number of workers."""
         self._leave()
 
     @override

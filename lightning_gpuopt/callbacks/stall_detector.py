@@ -61,21 +61,21 @@ class StallDetector(CallbackBase):
         warmup_steps: initial batches of ``fit`` that findings ignore (compilation, cold caches); they are still in the
             report's ``phases``.
         on_stall: ``"warn"`` once for each cause, ``"raise"`` a ``StallError`` at the end of the window, or
-            ``"ignore"``. Several ranks raise at the same step, a few after the window, of which they have agreed
-            through the key-value store of ``torch.distributed``, or when training ends; rank 0's findings count.
+            ``"ignore"``. Several ranks raise at the same step, a few steps after the window, agreed through the
+            key-value store of ``torch.distributed``, or when training ends; rank 0's findings count.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``, and none under ``fast_dev_run``.
         hang_timeout: seconds without progress (a finished step, validation batch or save), counted from
             ``on_train_start``, after which the stacks of this process and the state of its workers are written to
             ``report_dir/hang-*.txt`` and a warning is given, once for each hang. A validation batch and a save are
-            timed from their own beginning. Training is not ended. ``watch`` and ``post-mortem`` use the limit, too.
-        nvtx: mark the phases as NVTX ranges as well, for Nsight Systems. Needs a CUDA build of torch.
+            timed from their own beginning. Training is not ended. ``watch`` and ``post-mortem`` also use the limit.
+        nvtx: also mark the phases as NVTX ranges, for Nsight Systems. Needs a CUDA build of torch.
         capture_trace: when a stall is found, record the next five steps, once, with ``torch.profiler``, into
             ``report_dir/trace.json.gz``, which Perfetto opens; under ``profile="auto"`` as well. It waits for a
             profiler recording that is in progress.
         print_report: print the report's table when ``fit`` has ended, on rank 0's stdout and as wide as the terminal,
             under ``on_stall="ignore"`` too. Also after Ctrl-C, but not after other exceptions.
-        prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window's wall time, on CUDA of
-            the GPU's, in which it waited for data. Refreshed with each window.
+        prog_bar: show ``data 42 %`` in the Trainer's progress bar: the share of the last window spent waiting for data
+            (on CUDA, GPU idle time). Refreshed with each window.
         profile: whether torch.profiler may record a few steps on CUDA, once, to see inside a step. Once used, it can
             slow down later steps. ``"auto"``: with one rank, in the last steps before a foreseeable end
             (``max_steps``; ``max_epochs`` with a known number of batches). ``"on"`` (or True): whenever needed; with
@@ -141,7 +141,7 @@ class StallDetector(CallbackBase):
         self.profile: Profile = choice("profile", word, get_args(Profile))  # type: ignore[arg-type]
         if self.capture_trace and self.profile == "off":
             raise ValueError(
-                'capture_trace=True records with torch.profiler, and profile="off" forbids that: leave one of them out'
+                'capture_trace=True records with torch.profiler, and profile="off" forbids that: remove one of them'
             )
         self._bar_item = BarItem("data")
         self._listeners: list[WindowListener] = []
@@ -156,16 +156,16 @@ class StallDetector(CallbackBase):
 
     @property
     def report(self) -> StallReport:
-        """The report of the run until now, or of the last ``fit`` as it was when training ended."""
+        """The report of the run so far, or of the last ``fit``, frozen when training ended."""
         if self._session is not None and self._session.started:
             return self._with_proofs(self._session.report())
         if self._report is not None:
             return self._report
-        note = f"No training has run yet: a verdict needs {self.warmup_steps + 1} steps or more."
+        note = f"No training has run yet: a verdict needs at least {self.warmup_steps + 1} steps."
         return StallReport("not_measured", 0.0, dict.fromkeys(PHASES, 0.0), [], notes=[note])
 
     def add_listener(self, listener: WindowListener) -> None:
-        """Have another callback told what is found; once for each object.
+        """Notify another callback of findings; once for each object.
 
         Args:
             listener: called on the training thread.
@@ -174,16 +174,16 @@ class StallDetector(CallbackBase):
             self._listeners.append(listener)
 
     def remove_listener(self, listener: WindowListener) -> None:
-        """Have it told no more; nothing happens where it is none."""
+        """Stop notifying it; does nothing if it is not registered."""
         self._listeners[:] = [each for each in self._listeners if each is not listener]
 
     @property
     def folder(self) -> str | None:
-        """Where the report of the last ``fit`` is, or will be; None where none is written."""
+        """The path of the last ``fit``'s report; None if none is written."""
         return self._folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Check the Trainer's set-up, find the folder of the report, and wait for the loaders to pass."""
+        """Check the Trainer's set-up, find the report's folder, and intercept the loaders."""
         if stage != "fit":
             self._record_evaluation(trainer, stage)
             return
@@ -209,7 +209,7 @@ class StallDetector(CallbackBase):
             self._session = DetectorSession(trainer, pl_module, options, self._listeners, self._recorder)
 
     def _record_evaluation(self, trainer: Trainer, stage: str) -> None:
-        """Record a ``validate``, ``test`` or ``predict`` as well, which are not measured, where a folder was named."""
+        """Also record ``validate``, ``test`` and ``predict``, which are not measured, if a folder was given."""
         if self._recorder is not None and self._recorder.goes_on:  # one that a callback begins inside of fit
             return
         if self.report_dir is not None or Watcher.of_this_process() is not None:
@@ -229,7 +229,7 @@ class StallDetector(CallbackBase):
             return None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin to measure."""
+        """Start measuring."""
         session = self._session
         if session is None:
             return
@@ -245,7 +245,7 @@ class StallDetector(CallbackBase):
                 if stop.problem is None:
                     self._stop = stop
                 else:
-                    session.notes.append(f"A stall is raised on each rank by itself: {stop.problem}.")
+                    session.notes.append(f"Each rank raises a stall on its own: {stop.problem}.")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
@@ -300,12 +300,12 @@ class StallDetector(CallbackBase):
             self._session.progress.done(SETS_UP)
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Look at the graphs of the first losses."""
+        """Inspect the graphs of the first losses."""
         if self._session is not None and self._session.started:
             self._session.see_loss(loss)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Freeze the report, write it, and leave the Trainer as it was."""
+        """Freeze and write the report, and restore the Trainer."""
         self._finish(trainer, ended=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -322,7 +322,7 @@ class StallDetector(CallbackBase):
         self._print(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Leave the Trainer as it was, however training ended."""
+        """Restore the Trainer, however training ended."""
         self._leave()
         self._end_recording()
 
@@ -369,7 +369,7 @@ class StallDetector(CallbackBase):
             rank_zero_warn(f"StallDetector: {risk.text} {risk.advice}")
 
     def _unreported(self, findings: list[Finding]) -> Iterator[str]:
-        """What there is to say of causes of which nothing was said yet."""
+        """Report the causes that were not reported yet."""
         for finding in findings:
             who = finding_name(finding)
             if who in self._reported:
@@ -381,13 +381,13 @@ class StallDetector(CallbackBase):
             yield text
 
     def _report_hang(self, session: DetectorSession, quiet_s: float) -> None:
-        """Called on the thread of the watch; any rank may be the one that hangs."""
+        """Called on the watch's thread; any rank can hang."""
         folder = self._folder
         local = Path(folder) if folder is not None and not is_remote(folder) else Path(tempfile.gettempdir())
         path = session.write_hang(local, quiet_s)
         warnings.warn(
-            f"StallDetector: no progress for {quiet_s:.0f} s. What every thread and worker is doing is in "
-            f"{path}. Training continues to wait.",
+            f"StallDetector: no progress for {quiet_s:.0f} s. The state of every thread and worker is in {path}. "
+            "Training keeps waiting.",
             stacklevel=2,
         )
 
@@ -407,7 +407,7 @@ class StallDetector(CallbackBase):
                 stop.close()
 
     def _freeze(self, trainer: Trainer, *, ended: bool) -> None:
-        """Make the report, write it, and leave the Trainer as it was."""
+        """Build and write the report, and restore the Trainer."""
         session = self._session
         if session is None or not session.started:
             self._leave()

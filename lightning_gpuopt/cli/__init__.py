@@ -56,7 +56,7 @@ def _run(arguments: list[str]) -> int:
     arguments, command = _split(arguments)
     parser = Parser(
         prog="lightning-gpuopt",
-        description="Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, prove.",
+        description="Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, verify.",
         version=__version__,
     )
     parser.add_debug_switch()
@@ -77,7 +77,7 @@ def _run(arguments: list[str]) -> int:
         missing = [name for name in modules if name in arguments and hasattr(modules[name], "TAKES_COMMAND")]
         if not missing or command is not None:
             raise
-        raise UsageError(f"{error}; the command to run stands behind --: {modules[missing[0]].USAGE}") from error
+        raise UsageError(f"{error}; the command to run goes after --: {modules[missing[0]].USAGE}") from error
     module, chosen = modules[options.command], options[options.command]
     code: int = module.run(chosen, command or []) if getattr(module, "TAKES_COMMAND", False) else module.run(chosen)
     return code
@@ -100,7 +100,7 @@ def _nobody_reads() -> bool:
 
 
 def _split(arguments: list[str]) -> tuple[list[str], list[str] | None]:
-    """Ours, and a command behind ``--`` that is to be run; None where none was given, and for those that run none."""
+    """Ours, and a command behind ``--`` that is to be run; None if none was given, and for those that run none."""
     takes = [name for name in COMMANDS if getattr(importlib.import_module(_module_of(name)), "TAKES_COMMAND", False)]
     if "--" not in arguments or not set(takes) & {*arguments[: arguments.index("--")]}:
         return arguments, None

@@ -19,12 +19,12 @@ class UsageError(Exception):
 
 @contextmanager
 def writing_to(argument: str, path: object) -> Iterator[None]:
-    """Around writing to a path that an argument names; UsageError where it cannot be written to."""
+    """Around writing to a path that an argument names; UsageError if it cannot be written to."""
     try:
         yield
     except OSError as error:
         raise UsageError(
-            f"{argument}: expected a place to write to, got {path}: {error.strerror}; name another"
+            f"{argument}: expected a writable path, got {path}: {error.strerror}; choose another"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""``lightning-gpuopt demo``: a real training on real photographs, where its time goes, and the same with the advice."""
+"""``lightning-gpuopt demo``: trains on photographs, shows where the time goes, and trains again with the advice."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ Seed = restricted_number_type("0..2^32-1", int, [(">=", 0), ("<", 2**32)])
 
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data-dir", type=str, default="./demo-data", help="where the images are made, once")
-    add("--output-dir", type=str, default="./demo-run", help="where the reports and the metrics go")
+    add("--data-dir", type=str, default="./demo-data", help="where the images are created, once")
+    add("--output-dir", type=str, default="./demo-run", help="where reports and metrics are saved")
     add("--images", type=EnoughImages, default=4000, help="number of JPEGs")
     add(
         "--epochs",
         type=PositiveInt,
         default=3,
-        help="passes over the training images; on CUDA as many more as make 10 s",
+        help="passes over the training images; on CUDA enough for 10 s",
     )
     add("--max-steps", type=NonNegativeInt, default=0, help="stop after this many steps; 0: at the end of the epochs")
-    add("--batch-size", type=PositiveInt, default=None, help="images a step (default: 32; on CUDA as the GPU needs)")
+    add(
+        "--batch-size", type=PositiveInt, default=None, help="images per step (default: 32; on CUDA chosen for the GPU)"
+    )
     add("--num-workers", type=NonNegativeInt, default=0, help="worker processes of each DataLoader")
-    add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="what to train on")
-    add("--no-fix", action="store_true", help="only the diagnosis: do not apply the advice and train again")
-    add("--seed", type=Seed, default=0, help="of the images, the weights and the order")
+    add("--accelerator", choices=["auto", "cpu", "gpu"], default="auto", help="device to train on")
+    add("--no-fix", action="store_true", help="diagnose only: do not apply the advice and train again")
+    add("--seed", type=Seed, default=0, help="seed of the images, the weights and the order")
 
 
 def run(options: Namespace) -> int:
@@ -92,7 +94,7 @@ def _require_gpu() -> None:
     import torch
 
     if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
-        raise UsageError("--accelerator: expected a GPU that PyTorch can use, found none; leave it out to train on CPU")
+        raise UsageError("--accelerator: expected a GPU that PyTorch can use, found none; omit it to train on the CPU")
 
 
 def _refuse_results_of_others(folder: Path) -> None:
@@ -101,8 +103,8 @@ def _refuse_results_of_others(folder: Path) -> None:
     for name in (*RESULTS, *(f"{BEFORE}/{name}" for name in RESULTS)):
         if (folder / name).exists():
             raise UsageError(
-                f"--output-dir: expected a new folder, or one of the demo's, got {folder}, whose {name} the demo has "
-                f"not written; name another"
+                f"--output-dir: expected a new folder, or one of the demo's, got {folder}, whose {name} the demo did "
+                "not write; choose another"
             )
 
 

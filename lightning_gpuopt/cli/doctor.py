@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError
 
-SUMMARY = "find out what in this environment will hold a GPU back: driver, CPUs, memory, disk, versions"
+SUMMARY = "find out what in this environment slows a GPU down: driver, CPUs, memory, disk, versions"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -28,7 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Look at everything, and print what was found, problems first; 1 where there is one."""
+    """Look at everything, and print what was found, problems first; 1 if there is one."""
     from lightning_gpuopt.doctor.check import as_data
     from lightning_gpuopt.doctor.examine import examine
     from lightning_gpuopt.doctor.render import render_checks
@@ -40,7 +40,7 @@ def run(options: Namespace) -> int:
         if options.data is None or error.filename != options.data:
             raise
         raise UsageError(
-            f"--data: expected a path that is there, got {options.data}: {error.strerror}; give a folder or a file"
+            f"--data: expected an existing path, got {options.data}: {error.strerror}; give a folder or a file"
         ) from error
     if options.json:
         print(json.dumps(as_data(checks), indent=2, allow_nan=False))

@@ -27,12 +27,12 @@ Tolerance = restricted_number_type("0 < share <= 0.5", float, [(">", 0), ("<=", 
 _BAR = 40
 
 _BECAUSE = {
-    "consumer": "the loader is as fast as what takes its batches",
-    "cpu": "more workers gain nothing: the CPUs, or what else the workers share, are in use all the time",
+    "consumer": "the loader is as fast as its consumer",
+    "cpu": "more workers gain nothing: the CPUs, or another resource the workers share, are always busy",
     "memory": "more workers would not fit into memory",
     "shared_memory": "the batches of more workers would not fit into /dev/shm",
     "max_num_workers": "no more were allowed",
-    "time": "the time was over: give more --max-seconds to be sure",
+    "time": "the time ran out: raise --max-seconds to be sure",
 }
 
 
@@ -42,7 +42,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "loader",
         metavar="MODULE:FUNCTION",
         type=str,
-        help="a function without arguments that returns a DataLoader; modules in the current directory are found, too",
+        help="a function without arguments that returns a DataLoader; the current directory is searched too",
     )
     add("--step-time", type=NonNegativeFloat, default=0.0, metavar="MS", help="milliseconds of a training step")
     add("--max-num-workers", type=PositiveInt, metavar="N", help="upper limit of workers to try")
@@ -53,7 +53,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         type=PositiveInt,
         default=1,
         metavar="N",
-        help="ranks of this node that load at the same time",
+        help="ranks of this node that load concurrently",
     )
     add("--iterable", action="store_true", help="also for an IterableDataset, whose order depends on the number")
     add("--json", action="store_true", help="as JSON")
@@ -101,7 +101,7 @@ def _load(name: str) -> DataLoader[Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # something that the module needs is missing
         raise UsageError(
-            f"{module_name}: there is no such module here or among those installed; start in the folder that has it"
+            f"{module_name}: there is no such module here or among those installed; start in the module's folder"
         ) from error
     if not hasattr(module, function_name):
         raise UsageError(f"{name}: {module_name} has no {function_name}; expected a function that returns a DataLoader")

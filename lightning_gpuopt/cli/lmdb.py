@@ -25,7 +25,7 @@ SUMMARY = "build an LMDB dataset from images, tars, arrays, tensors or Parquet; 
 
 BUILD = "build a dataset at DST from SRC"
 VERIFY = "read everything in a dataset and compare it with its checksums"
-INFO = "say what a dataset holds"
+INFO = "describe a dataset"
 
 JPEGQuality = restricted_number_type("1..95", int, [(">=", 1), ("<=", 95)])
 
@@ -54,40 +54,45 @@ def _add_build(parser: ArgumentParser) -> None:
         "dataset of this package",
     )
     add("path", metavar="DST", type=str, help="the dataset's directory")
-    add("--num-proc", type=PositiveInt, default=1, metavar="N", help="processes, a shard each")
-    add("--part", type=str, metavar="I/N", help="do part I (from 0) of N; then once without it and with --resume")
-    add("--resume", action="store_true", help="go on with a build that was interrupted, if it is not finished")
-    add("--overwrite", action="store_true", help="replace the dataset that is there")
+    add("--num-proc", type=PositiveInt, default=1, metavar="N", help="processes, each with its own shard")
+    add(
+        "--part",
+        type=str,
+        metavar="I/N",
+        help="build part I (from 0) of N; at the end run once without it, with --resume",
+    )
+    add("--resume", action="store_true", help="continue an unfinished build, if there is one")
+    add("--overwrite", action="store_true", help="replace an existing dataset")
     add("--strict", action="store_true", help="stop at the first image that cannot be decoded")
     add("--allow-pickle", action="store_true", help="unpickle, which runs code that the source's author chose")
     add(
         "--image-size",
         type=PositiveInt,
         metavar="N",
-        help="bring the shorter side of larger images down to as many pixels",
+        help="resize larger images to this many pixels on their shorter side",
     )
     add(
         "--image-quality",
         type=JPEGQuality,
         default=90,
         metavar="Q",
-        help="JPEG quality of images that are made smaller",
+        help="JPEG quality of resized images",
     )
     add("--check", type=Literal["header", "decode"], default="header", help="how images are checked")
     add("--shuffle-seed", type=NonNegativeInt, metavar="N", help="store the samples in the random order of this seed")
     add(
         "--kinds",
         type=dict[str, Literal["exact", "photograph"]],
-        help='what image files are, by their part: \'{"mask.png": "exact"}\'',
+        help='what image files hold, by their part: \'{"mask.png": "exact"}\'',
     )
-    add("--max-skipped", type=float, default=0.01, metavar="X", help="stop at ten bad images, if more than this share")
+    add("--max-skipped", type=float, default=0.01, metavar="X", help="stop at ten bad images if they exceed this share")
     add("--no-progress", action="store_true", help="show no progress")
 
 
 def _add_verify(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("path", metavar="PATH", type=str, help="the dataset's directory")
-    add("--decode", action="store_true", help="decode every image, too")
+    add("--decode", action="store_true", help="also decode every image")
     add("--num-proc", type=PositiveInt, default=1, metavar="N", help="processes")
     add("--no-progress", action="store_true", help="show no progress")
 
@@ -99,7 +104,7 @@ def _add_info(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Do what the action is; 1 where ``verify`` or ``info`` found a problem, 130 where ``build`` was interrupted."""
+    """Do what the action is; 1 if ``verify`` or ``info`` found a problem, 130 where ``build`` was interrupted."""
     action: str = options.action
     try:
         return {"build": _build, "verify": _verify, "info": _info}[action](options[action])
@@ -236,7 +241,7 @@ def _describe(path: str, manifest: Manifest) -> str:
     same = ", all of one size" if manifest.record_bytes is not None else ""
     lines = [
         ("samples", f"{manifest.num_samples:,}"),
-        ("a sample", f"{_size(mean)} in the mean{same}"),
+        ("a sample", f"{_size(mean)} on average{same}"),
         ("content", "of several structures" if manifest.structure is None else in_words(manifest.structure)),
         ("size", f"{_size(file_bytes)} in {_shards(len(manifest.shards))}"),
     ]

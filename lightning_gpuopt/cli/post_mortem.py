@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.measurements.flight import FlightRecord
     from lightning_gpuopt.postmortem.record import PostMortem
 
-SUMMARY = "why a run died, or what it waits for now: which process, sample and line"
+SUMMARY = "find out why a run died or what it waits for: which process, sample and line"
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -22,13 +22,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "report_dir",
         type=str,
         metavar="REPORT_DIR",
-        help="folder of the reports: that of watch, of one of its runs, or StallDetector's report_dir",
+        help="reports folder: of watch, of one of its runs, or StallDetector's report_dir",
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: Namespace) -> int:
-    """Print it; UsageError where there is nothing to read."""
+    """Print it; UsageError if there is nothing to read."""
     folder = Path(options.report_dir)
     if not folder.is_dir():
         raise UsageError(f"post-mortem: expected a folder of reports, got {folder}: no such folder")
@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
     if found is None:
         raise UsageError(
             f"post-mortem: expected a post-mortem.json or the rings of a run, got {folder} without any; a run that "
-            "ended well leaves none"
+            "ends normally leaves none"
         )
     print(found.to_json() if options.json else found.text)
     return 0

@@ -25,13 +25,13 @@ def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=str, help="a report.json, or a folder with one; with a second one, the run before")
     add("after", type=str, nargs="?", help="the report of the run after")
-    add("--html", type=str, metavar="OUT", help="write a page that needs no network, too")
+    add("--html", type=str, metavar="OUT", help="also write a self-contained HTML page")
     add("--json", action="store_true", help="as JSON")
     add(
         "--fail-if-slower",
         type=str,
         metavar="PERCENT",
-        help="exit code 1 where the mean steady step of the run after is slower by more than that, such as 5",
+        help="exit code 1 if the mean steady step of the run after is slower by more than this, such as 5",
     )
 
 

@@ -19,7 +19,7 @@ from lightning_gpuopt.watch.mailbox import Watch, new_folder
 if TYPE_CHECKING:
     from lightning_gpuopt.watch.flight_watch import FlightWatch
 
-SUMMARY = "run a training script as it is, measure it, and print why the GPU waits"
+SUMMARY = "run an unchanged training script, measure it, and print why the GPU waits"
 
 USAGE: Final = "lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ..."
 
@@ -30,7 +30,7 @@ DEFAULT_FOLDER: Final = "./gpuopt"
 NOT_PREVENTED: Final = (
     "lightning-gpuopt watch --ceiling: the script ends inside its first fit that is long enough, with exit code 0, or "
     "1 if nothing could be measured. Loggers and checkpoint callbacks are removed from its Trainers. Not prevented: "
-    "files that the script saves in its own hooks or before fit, and loggers that it has started itself before."
+    "files that the script saves in its own hooks or before fit, and loggers that it started before."
 )
 _USAGE: Final = "lightning-gpuopt watch -- python train.py"
 
@@ -56,12 +56,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, command: Sequence[str]) -> int:
     """Run the command, print what was found on stderr, and end as it did: by its exit code, or the same signal."""
     if not command:
-        raise UsageError(f"watch: expected a command behind --, got none; for example: {_USAGE}")
+        raise UsageError(f"watch: expected a command after --, got none; for example: {_USAGE}")
     if options.exact and not options.fix:
         raise UsageError("--exact: expected --fix with it, got none; for example: watch --fix --exact -- python a.py")
     if options.ceiling and options.fix:
         raise UsageError(
-            "--ceiling: expected no --fix with it, got both: the loader is measured as it is; run watch --ceiling "
+            "--ceiling: expected no --fix with it, got both: the loader is measured unchanged; run watch --ceiling "
             "first, and watch --fix after it"
         )
     watch = _begin(Path(options.report_dir).absolute(), command, options)
@@ -86,7 +86,7 @@ def run(options: Namespace, command: Sequence[str]) -> int:
 
 
 def _why_it_ended(flight: FlightWatch, code: int, *, ended_by_us: bool) -> str:
-    """The post-mortem; empty where the command ended well, or as we have ended it."""
+    """The post-mortem; empty if the command ended well, or as we have ended it."""
     try:
         found = flight.finish(code)
     except Exception as error:  # the command's exit code counts for more

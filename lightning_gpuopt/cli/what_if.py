@@ -34,29 +34,29 @@ _CHANGES = ("num_workers", "prefetch_factor", "cpus", "decode_speedup", "batch_s
 def add_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=str, help="a report.json that StallDetector wrote")
-    add("--num-workers", type=Workers, help="worker processes; 0: the training process loads by itself")
+    add("--num-workers", type=Workers, help="worker processes; 0: the training process loads")
     add("--prefetch-factor", type=Prefetched, help="batches that each worker prepares ahead")
     add("--cpus", type=PositiveNumber, help="CPUs that the run may use")
-    add("--decode-speedup", type=PositiveNumber, help="the dataset's CPU time is divided by this")
+    add("--decode-speedup", type=PositiveNumber, help="factor by which the dataset's CPU time shrinks")
     add("--batch-size", type=BatchSize, help="samples in a batch")
     add(
         "--ranks",
         type=Ranks,
         metavar="N",
-        help="GPUs, each with a process and a loader; --cpus are those of all of them",
+        help="GPUs, each with a process and a loader; --cpus is their total",
     )
-    add("--link-gb-per-s", type=GbPerS, metavar="X", help="GB/s between the GPUs; else NVLink, PCIe and a network")
+    add("--link-gb-per-s", type=GbPerS, metavar="X", help="GB/s between the GPUs; default: NVLink, PCIe and a network")
     add(
         "--gradient-bytes",
         type=Bytes,
         metavar="B",
-        help="that a step reduces over the ranks, where the report lacks it",
+        help="bytes that a step reduces over the ranks, if the report lacks them",
     )
     add("--json", action="store_true", help="as JSON")
 
 
 def run(options: Namespace) -> int:
-    """Print the forecast; UsageError where nothing is changed, or the report does not say enough."""
+    """Print the forecast; UsageError if nothing is changed, or the report does not say enough."""
     from lightning_gpuopt.diagnosis.what_if import CannotSayError, WhatIf
 
     for name in ("link_gb_per_s", "gradient_bytes"):

@@ -77,13 +77,13 @@ def _first(iterator: Any) -> int:
 
 
 def running_workers(loader: Any, iterator: Any) -> int:
-    """The workers behind an iterator; what its loader has, where it is not torch's own."""
+    """The workers behind an iterator; what its loader has, if it is not torch's own."""
     workers = getattr(iterator, "_num_workers", None)
     return int(getattr(loader, "num_workers", 0) if workers is None else workers)
 
 
 def workers_of(iterator: Any) -> list[Any]:
-    """The worker processes that run behind an iterator; none where it is not torch's own."""
+    """The worker processes that run behind an iterator; none if it is not torch's own."""
     return [worker for _, worker in numbered_workers(iterator)]
 
 
@@ -127,7 +127,7 @@ def _has_queues(part: Any) -> bool:
 
 
 def awaited_worker(iterator: Any) -> int | None:
-    """The number of who makes the batch whose turn it is; None where nobody was asked for it."""
+    """The number of the worker that makes the next batch; None if no worker was asked for it."""
     part = parts(iterator)[0]
     task = part._task_info.get(part._rcvd_idx)
     return _first(part) + task[0] if task else None
@@ -313,7 +313,7 @@ def copy_of(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
 
 
 def iterator_maker(loader: Any) -> str | None:
-    """The name of the method with which a loader makes its iterators; None where it has none."""
+    """The name of the method with which a loader makes its iterators; None if it has none."""
     return "_get_iterator" if callable(getattr(loader, "_get_iterator", None)) else None
 
 

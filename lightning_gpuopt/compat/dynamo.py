@@ -51,7 +51,7 @@ def has_compiled() -> bool:
 def watch_compilations(begins: Callable[..., None], ends: Callable[..., None]) -> Callable[[], None]:
     """Have functions called, with any arguments, when torch begins and ends to compile, on the compiling thread.
 
-    Gives what takes both away, which may be called more than once. CannotWatchError where the tracer is not loaded, or
+    Gives what takes both away, which may be called more than once. CannotWatchError if the tracer is not loaded, or
     has no such callbacks any more.
     """
     handler: Any = getattr(sys.modules.get(_CALLBACK), "callback_handler", None)
@@ -71,7 +71,7 @@ def watch_compilations(begins: Callable[..., None], ends: Callable[..., None]) -
 
 
 def guard_failures() -> dict[CodeType, list[str]]:
-    """Why compiled code did not fit, oldest first, by function; empty where torch does not tell."""
+    """Why compiled code did not fit, oldest first, by function; empty if torch does not tell."""
     found: Any = getattr(sys.modules.get(_UTILS), "guard_failures", None)
     if not isinstance(found, dict):
         return {}

@@ -30,7 +30,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 
 def calling_fetcher(collate_fn: Any, frame: FrameType) -> Any:
-    """In a worker: what has called this ``collate_fn``, by the frame of that call; None where it is not as expected."""
+    """In a worker: what has called this ``collate_fn``, by the frame of that call; None if it is not as expected."""
     fetcher = frame.f_locals.get("self")
     if not callable(getattr(type(fetcher), "fetch", None)) or getattr(fetcher, "collate_fn", None) is not collate_fn:
         return None
@@ -60,14 +60,14 @@ def when_fetcher_is_made(begins: Callable[[Any, Any], object], made: Callable[[A
 
 
 def fetcher_of(iterator: Any) -> Any:
-    """What takes an iterator's samples in this process; None where workers do."""
+    """What takes an iterator's samples in this process; None if workers do."""
     return getattr(iterator, "_dataset_fetcher", None)
 
 
 def is_fetched_by_sample(fetcher: Any) -> bool | None:
     """Whether a fetcher asks for each sample by its key (True), or only for the next one (False); None: for neither.
 
-    Where it does, it goes through the keys of a batch, whatever they are in.
+    If it does, it goes through the keys of a batch, whatever they are in.
     """
     from torch.utils.data._utils import fetch
 

@@ -358,7 +358,7 @@ def stage_runner(trainer: Trainer) -> tuple[str, Callable[[], Any]] | None:
     """Name and method of a Trainer that runs a ``fit``, ``test`` or another stage, once callbacks are set up.
 
     What it raises has come from there before any callback is told, and in processes that Lightning forks for its ranks,
-    where none is. ``Trainer._run_stage``; None: it is gone, and callbacks alone are told.
+    if none is. ``Trainer._run_stage``; None: it is gone, and callbacks alone are told.
     """
     run = getattr(trainer, "_run_stage", None)
     return None if run is None else ("_run_stage", run)
@@ -368,7 +368,7 @@ def shadow(owner: Any, name: str, replacement: Any) -> Callable[[], None]:
     """Put ``replacement`` in front of the attribute or method ``name`` of this one object; gives the undo.
 
     It may be called more than once, and takes away only what was placed here: what somebody else put on top since then
-    stays. Where that is a shadow of ours too, its own undo leaves out what is undone by then.
+    stays. If that is a shadow of ours too, its own undo leaves out what is undone by then.
     """
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)

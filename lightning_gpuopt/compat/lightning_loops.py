@@ -48,7 +48,7 @@ def fetcher_of(loop: Any) -> Any:
 def is_begun_by_fetcher(trainer: Trainer) -> bool:
     """Whether the iterator that is being made is the training loop's: its fetcher is among the callers.
 
-    False where somebody else iterates the loader, as a callback that looks at a batch. Looks for ``__iter__`` or
+    False if somebody else iterates the loader, as a callback that looks at a batch. Looks for ``__iter__`` or
     ``__next__`` of ``fit_loop._data_fetcher`` on the stack; were they others, nobody's iterator is the loop's.
     """
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
@@ -69,7 +69,7 @@ def set_fetcher(loop: Any, fetcher: Any) -> None:
 
 
 def take_through(trainer: Trainer, kind: type[Any], make: Callable[[Any], Any]) -> None:
-    """Have the training loop take its batches through an iterator of ours; does nothing where it does so already.
+    """Have the training loop take its batches through an iterator of ours; does nothing if it does so already.
 
     Each epoch has a new iterator, of class ``kind``, which ``make`` makes of the epoch's. Reads
     ``fit_loop._data_fetcher``, and writes its ``iterator``, which gives ``(batch, batch_idx, dataloader_idx)``.
@@ -104,7 +104,7 @@ def replay(trainer: Trainer, batches: Iterator[Any]) -> None:
 
 
 def _stock_fetcher(trainer: Trainer) -> Any:
-    """Lightning's own fetcher of the training loop, also where one of ours stands in front of it."""
+    """Lightning's own fetcher of the training loop, also if one of ours stands in front of it."""
     fetcher = fetcher_of(trainer.fit_loop)
     return getattr(fetcher, "stock", fetcher)
 
@@ -119,7 +119,7 @@ def reset_loaders(trainer: Trainer) -> None:
 def why_not_replaceable(fetcher: Any) -> str | None:
     names = [cls.__name__ for cls in type(fetcher).__mro__]
     if "_DataLoaderIterDataFetcher" in names:
-        return "the step takes batches from dataloader_iter itself"
+        return "the step fetches batches from dataloader_iter itself"
     methods = (getattr(fetcher, name, None) for name in _FETCHER_METHODS)
     is_known = names[:2] == list(_FETCHER) and all(hasattr(fetcher, name) for name in _FETCHER_ATTRIBUTES)
     if is_known and all(map(callable, methods)):
@@ -179,7 +179,7 @@ class StockFetcher:
 
     @property
     def next_restarts_a_loader(self) -> bool:
-        """Whether the next fetch makes a new iterator, which draws from the random state; True where nobody knows."""
+        """Whether the next fetch makes a new iterator, which draws from the random state; True if nobody knows."""
         combined = self.fetcher.combined_loader
         running = combined._iterator
         if combined._mode in ("min_size", "max_size") or len(combined.flattened) == 1:
@@ -251,9 +251,9 @@ def is_before_max_steps(trainer: Trainer, further: int, optimizer_steps: float |
 
 
 def batches_left(trainer: Trainer) -> int | None:
-    """Training batches after the current one, up to the end of ``fit``; None where no end can be foreseen.
+    """Training batches after the current one, up to the end of ``fit``; None if no end can be foreseen.
 
-    By ``max_steps`` and ``max_epochs``; ``limit_train_batches`` is in the number of an epoch's batches. Where the last
+    By ``max_steps`` and ``max_epochs``; ``limit_train_batches`` is in the number of an epoch's batches. If the last
     batches of an epoch make a step of their own, or a module optimizes by itself, it is an estimate. Called in
     ``on_train_batch_end``. Reads ``_TrainingEpochLoop.batch_progress``.
     """
@@ -282,7 +282,7 @@ def more_than_a_step_follows(trainer: Trainer, batch_idx: int) -> bool:
 def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> str | None:
     for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
         if owner is not None and not is_plain_hook(owner, "on_before_batch_transfer"):
-            return f"{type(owner).__name__}.on_before_batch_transfer works on each batch before its copy"
+            return f"{type(owner).__name__}.on_before_batch_transfer processes each batch before its copy"
     strategy = trainer.strategy
     owner = next(cls for cls in type(strategy).__mro__ if "batch_to_device" in vars(cls))
     if not owner.__module__.startswith(BASE_STRATEGY):
@@ -291,10 +291,10 @@ def why_batches_move_otherwise(trainer: Trainer, pl_module: LightningModule) -> 
 
 
 def why_copied_elsewhere(trainer: Trainer, pl_module: LightningModule) -> str | None:
-    """Why batches may be copied to a device by others than Lightning and this package; None where they are not."""
+    """Why batches may be copied to a device by others than Lightning and this package; None if they are not."""
     steps = (getattr(pl_module, name) for name in ("training_step", "validation_step", "test_step", "predict_step"))
     if any("dataloader_iter" in signature(step).parameters for step in steps):
-        return f"a step of {type(pl_module).__name__} takes batches from dataloader_iter itself"
+        return f"a step of {type(pl_module).__name__} fetches batches from dataloader_iter itself"
     return why_batches_move_otherwise(trainer, pl_module)
 
 

@@ -26,7 +26,7 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 __all__ = ["collate", "default_collate_fn_map"]  # what is passed on as it is
 
-# how many tensors share a storage, by :func:`storage_key`; None where torch cannot count them
+# how many tensors share a storage, by :func:`storage_key`; None if torch cannot count them
 count_holders: Final[Callable[[int], int] | None] = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -37,7 +37,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def version_of(tensor: torch.Tensor) -> int | None:
-    """A number that each change in place makes greater; None where torch does not count them."""
+    """A number that each change in place makes greater; None if torch does not count them."""
     return getattr(tensor, "_version", None)
 
 
@@ -46,7 +46,7 @@ def profiler_is_enabled() -> bool:
 
 
 def default_store() -> Any:
-    """The key-value store of the default process group; None where there is none, as with MPI."""
+    """The key-value store of the default process group; None if there is none, as with MPI."""
     try:
         from torch.distributed.distributed_c10d import _get_default_store
 

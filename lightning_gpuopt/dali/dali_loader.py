@@ -1,4 +1,4 @@
-"""The loader that Lightning sees: each epoch from its first batch to its last, whatever stopped the one before."""
+"""The loader that Lightning sees: each epoch is complete, however the previous one ended."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class DALILoader(ResumableLoader):
     """Batches ``(images, labels)`` of an elastic order, decoded by DALI.
 
     ``undecodable`` tries image files and gives the errors by position; ``expected`` checks a batch's tensors once, and
-    raises where they are not what was promised. With ``looks_ahead`` the end of an epoch begins the next one's first
-    batches.
+    raises if they differ from what was promised. With ``looks_ahead``, the next epoch's first batches start at the end
+    of an epoch.
     """
 
     draws_random_state = False
@@ -81,7 +81,7 @@ class DALILoader(ResumableLoader):
         return self._batches(self._turn)
 
     def random_state(self) -> str | None:
-        """The state of a user's own random operators after the last batch; None where it is not kept."""
+        """The state of a user's own random operators after the last batch; None if it is not kept."""
         return self.engine.state
 
     def random_state_after(self, done: int) -> str | None:
@@ -93,14 +93,14 @@ class DALILoader(ResumableLoader):
         self._resume_state = state
 
     def times(self) -> PipelineTimes:
-        """What it has done so far; for StallDetector."""
+        """Its statistics so far, for StallDetector."""
         read = self.source.times
         return PipelineTimes(
             self._batches_given, self._wait_s, read.wait_s, read.wall_s, read.cpu_s, self.engine.cpu_s()
         )
 
     def close(self) -> None:
-        """End its threads and free the pipeline; another iteration makes them anew."""
+        """Stop its threads and free the pipeline; another iteration creates them again."""
         self._turn += 1
         if self._ahead is not None:
             self._ahead[1].close()
@@ -109,7 +109,7 @@ class DALILoader(ResumableLoader):
         self.source.close()
 
     def _batches(self, turn: int) -> Iterator[tuple[torch.Tensor, ...]]:
-        """One epoch; RuntimeError where another one has begun since."""
+        """One epoch; RuntimeError if another one has begun since."""
         epoch = self.sampler.begin()
         batches = self._begin(epoch)
         done = self.sampler.steps_done()
@@ -118,8 +118,8 @@ class DALILoader(ResumableLoader):
             while True:
                 if turn != self._turn:
                     raise RuntimeError(
-                        "another iteration of this loader has begun, or it was closed: expected one iteration at a "
-                        "time; make a second loader for a second one"
+                        "another iteration of this loader has started, or it was closed: expected one iteration at a "
+                        "time; create a second loader for a second one"
                     )
                 self._fill(batches, epoch)
                 if not self._own:
@@ -196,9 +196,9 @@ class DALILoader(ResumableLoader):
             return tensors
 
     def _recover(self, error: Exception) -> None:
-        """Build the pipeline anew, after an image that it could not decode, and put in again what was in it.
+        """Rebuild the pipeline after an image that it could not decode, and feed its batches again.
 
-        CorruptSampleError where such images are not left out; PipelineError where all images can be decoded, or none
+        CorruptSampleError if such images are not left out; PipelineError if all images can be decoded, or none
         can: it is something else.
         """
         flight, state = self.engine.flight, self.engine.state
@@ -218,8 +218,8 @@ class DALILoader(ResumableLoader):
         ):
             names = [self.source.images.name(flight[0].indices[at]) for at in (0, -1)]
             raise PipelineError(
-                f"{self.engine.name}: expected a pipeline that can do with every image, DALI failed in one of the "
-                f"{len(flight)} batches that begin with the samples {names[0]} to {names[1]}: {_last_line(error)}"
+                f"{self.engine.name}: expected a pipeline that can process every image, but DALI failed in one of the "
+                f"{len(flight)} batches that start at samples {names[0]} to {names[1]}: {_last_line(error)}"
             ) from error
         self.engine.start(state)
         for batch in recovered:
@@ -233,8 +233,8 @@ class DALILoader(ResumableLoader):
             index, image = batch.indices[at], batch.images[at]
             if image[:2].tobytes() == PPM:  # it was rewritten before, and there is nothing simpler to decode
                 raise PipelineError(
-                    f"{self.engine.name}: DALI cannot decode {self.source.images.name(index)}, not as PIL decoded it "
-                    f"either, so the file is not at fault: {_last_line(refused)}"
+                    f"{self.engine.name}: DALI cannot decode {self.source.images.name(index)}, even as decoded by PIL, "
+                    f"so the file is not the cause: {_last_line(refused)}"
                 ) from refused
             try:
                 rewritten[at] = np.frombuffer(as_ppm(image.data)[0], np.uint8)

@@ -24,7 +24,7 @@ NO_LABEL = -1  # the label of samples that have none
 class EncodedImages:
     """The image files of a dataset, and their labels; without ``need_labels`` a missing label is -1.
 
-    TypeError where a dataset does not give the bytes of its images; ValueError where labels are no whole numbers, or
+    TypeError if a dataset does not give the bytes of its images; ValueError if labels are no whole numbers, or
     there are none, nothing is there, or it has a transform, which DALI would not run.
     """
 
@@ -54,7 +54,7 @@ class EncodedImages:
         owner, at = locate(self._dataset, index)
         data = owner.encoded_image(at)
         if not data:
-            what = "expected an image in the sample, there is none" if data is None else "the file is empty"
+            what = "expected an image in the sample, but there is none" if data is None else "the file is empty"
             raise CorruptSampleError(f"{self.name(index)}: {what}")
         return np.frombuffer(data, np.uint8)
 
@@ -67,7 +67,7 @@ def _check(dataset: Any) -> None:
     if not offers(dataset, "encoded_image"):
         raise TypeError(
             "expected an LMDBDataset, an image folder, a list of files, or Subsets and ConcatDatasets of those: DALI "
-            f"decodes image files by itself; got a {type(dataset).__name__}"
+            f"decodes the image files itself; got a {type(dataset).__name__}"
         )
     changes = [name for name in ("transform", "target_transform") if getattr(dataset, name, None) is not None]
     if changes:
@@ -83,7 +83,8 @@ def _labels(dataset: Any, needed: bool) -> Labels:
     except (AttributeError, TypeError) as error:
         if needed:
             raise ValueError(
-                f"expected a label for each sample, there is none in {dataset!r}; without labels, give it as predict="
+                f"expected a label for each sample, but there is none in {dataset!r}; without labels, pass it as "
+                "predict="
             ) from error
         return np.full(len(dataset), NO_LABEL, np.int64)
     if targets.ndim != 1 or (targets.dtype.kind not in "iub" and targets.size):
@@ -142,7 +143,7 @@ class FileList(Dataset[Any]):
 
 
 def _split(line: str) -> tuple[str, int] | None:
-    """Path and label of a line; None where it has no label."""
+    """Path and label of a line; None if it has no label."""
     parts = line.rsplit(None, 1)
     try:
         label = int(parts[1]) if len(parts) == 2 else None

@@ -66,7 +66,7 @@ def _keep() -> None:
 
 
 def _release() -> None:
-    if _held.pipelines:  # none where this module was imported during the fork
+    if _held.pipelines:  # none if this module was imported during the fork
         _held.pipelines.pop()
 
 

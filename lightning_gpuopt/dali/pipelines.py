@@ -31,7 +31,7 @@ class PipelineSettings:
     std: tuple[float, ...]  # the same
     dtype: str  # of the images: ``"float32"``, ``"float16"`` or ``"uint8"``
     layout: str  # ``"CHW"`` or ``"HWC"``
-    hw_decoder_load: float  # share of the JPEGs for the hardware decoder, where there is one
+    hw_decoder_load: float  # share of the JPEGs for the hardware decoder, if there is one
     seed: int = 0  # of the random operators in a user's own pipeline
     name: str = "the pipeline"  # the argument by which a user's own pipeline came, for messages
 
@@ -113,7 +113,7 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 def build(
     dali: DALI, define: Definition, settings: PipelineSettings, *, has_areas: bool, checkpoint: bytes | None = None
 ) -> Any:
-    """Build a pipeline that is fed batch by batch; PipelineError where it has other outputs than images and labels.
+    """Build a pipeline that is fed batch by batch; PipelineError if it has other outputs than images and labels.
 
     ``checkpoint`` is its random operators' state; ``b""``: as seeded, to be asked for; None: as seeded.
     """

@@ -80,13 +80,13 @@ class RunningPipeline:
             try:
                 self._pipeline.feed_input(name, values)
             except KeyError:
-                raise PipelineError(f"{self.name}: expected a pipeline that uses {name}, it does not") from None
+                raise PipelineError(f"{self.name}: expected a pipeline that uses {name}, but it does not") from None
 
     def collect(self) -> tuple[torch.Tensor, ...]:
         """Take the oldest batch out: its tensors are DALI's own memory, on the stream that is current in torch.
 
-        RuntimeError where the pipeline failed: it cannot be used any longer, and `flight` holds what was in it.
-        PipelineError where the samples of a batch have different shapes.
+        RuntimeError if the pipeline failed: it cannot be used any longer, and `flight` holds what was in it.
+        PipelineError if the samples of a batch have different shapes.
         """
         if self.device.type == "cuda":
             with torch.cuda.device(self.device):

@@ -70,9 +70,9 @@ class Areas(Protocol):
 
 @dataclass(frozen=True)
 class RandomAreas:
-    """Random-resized crops: top, left, height, width as shares of the image's, and 1 where it is mirrored.
+    """Random-resized crops: top, left, height, width as shares of the image's, and 1 if it is mirrored.
 
-    float32 ``[5]``, the same as `RandomCrops` draws for the same key. Shares lie within an image also where its header
+    float32 ``[5]``, the same as `RandomCrops` draws for the same key. Shares lie within an image also if its header
     is misread.
     """
 
@@ -167,7 +167,7 @@ class BatchSource:
                     part.cancel()
 
     def leave_out(self, index: int, error: Exception) -> None:
-        """Leave a sample out from now on, and note it; CorruptSampleError where samples are not to be left out."""
+        """Leave a sample out from now on, and note it; CorruptSampleError if samples are not to be left out."""
         if self.skipped is None:
             raise error
         self._left_out.add(index)
@@ -202,7 +202,7 @@ class BatchSource:
         return _BatchPart(samples, time.perf_counter() - began, time.thread_time() - cpu_began)
 
     def _one(self, indices: BatchIndices, at: int) -> tuple[Bytes, Sequence[float] | None] | None:
-        """A sample's bytes and area; None where it is left out."""
+        """A sample's bytes and area; None if it is left out."""
         index = indices[at]
         if index in self._left_out:
             return None
@@ -259,6 +259,6 @@ class BatchSource:
 def none_left(size: int) -> CorruptSampleError:
     """The error for a batch in which no sample can be decoded: with several ranks, all must have as many batches."""
     return CorruptSampleError(
-        f"none of the {size} samples of a batch can be read, and a batch cannot be empty: every rank needs as many; "
-        "skipped.csv lists them: remove them, or use larger batches"
+        f"none of the {size} samples of a batch can be read, and a batch cannot be empty, since all ranks need equally "
+        "many; skipped.csv lists the samples: remove them, or use larger batches"
     )

@@ -1,1 +1,1 @@
-"""The public DataModules: thin shells over ``loading/``, ``storage/`` and ``dali/``."""
+"""The public DataModules: thin wrappers around ``loading/``, ``storage/`` and ``dali/``."""

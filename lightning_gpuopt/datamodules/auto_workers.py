@@ -26,7 +26,7 @@ _LARGE_BATCH: Final = 256 << 20
 def auto_workers(
     loader: ElasticLoader, held: Sequence[UnshareableObject], loaders_on_node: int
 ) -> tuple[int, str | None]:
-    """How many of a loader's processes (one a CPU, or 0) start unasked, and why fewer, where that is worth a word.
+    """How many of a loader's processes (one a CPU, or 0) start unasked, and why fewer, if that is worth a word.
 
     ``held`` is what its dataset holds that processes cannot share; ``loaders_on_node`` those whose batches lie in
     ``/dev/shm`` at the same time, of all ranks.
@@ -36,7 +36,7 @@ def auto_workers(
     shared = next((each for each in held if each.kind in ("file", "device")), None)
     if shared is not None:
         return 0, (
-            f"its dataset holds {shared}, which processes cannot share. Open it when the first sample is read, and "
+            f"its dataset holds {shared}, which processes cannot share. If you open it when the first sample is read, "
             "num_workers='auto' uses all CPUs"
         )
     if can_serve(loader) and can_share():
@@ -71,12 +71,12 @@ def _workers_that_fit(loader: ElasticLoader, loaders_on_node: int) -> tuple[int,
     return fitting, (
         f"/dev/shm has {free / 2**20:.0f} MiB free, and a batch is {batch_bytes / 2**20:.1f} MiB. All fit after "
         f"`docker run --shm-size={math.ceil(needed / 2**20)}m` (or --ipc=host); a smaller batch_size or "
-        "prefetch_factor lets more fit, and num_workers=<number> is taken as it is"
+        "prefetch_factor lets more fit, and num_workers=<number> is used unchanged"
     )
 
 
 def _sample_bytes(loader: ElasticLoader) -> int | None:
-    """Bytes of a sample in a batch, by the first one; None where that cannot be read.
+    """Bytes of a sample in a batch, by the first one; None if that cannot be read.
 
     It is read in a worker process: this process's random numbers, and the files that a dataset opens, stay as they are.
     """

@@ -39,44 +39,45 @@ class DALIDataModule(ResumableDataModule):
     """Loaders whose images NVIDIA DALI decodes, crops, resizes, mirrors and normalises, on the GPU or on the CPU.
 
     Batches are ``(images, labels)`` on the Trainer's device: images ``[B, 3, crop_size, crop_size]`` (``[B, H, W, 3]``
-    with ``layout="HWC"``), labels int64 ``[B]``. Each sample comes exactly once an epoch over all ranks, with as many
-    batches on each, and a checkpoint in the middle of an epoch goes on with the next sample, on any number of ranks.
+    with ``layout="HWC"``), labels int64 ``[B]``. Each sample comes exactly once an epoch over all ranks, with equally
+    many batches on each rank. A checkpoint from the middle of an epoch continues with the next sample, on any number of
+    ranks.
 
     DALI is an extra: ``pip install "lightning-gpuopt[dali]"`` for CUDA 12, ``[dali-cuda13]`` for CUDA 13. Guide:
     ``docs/dali.md``.
 
     Args:
         train: A folder of images with a subfolder for each class; the directory of an LMDB dataset; a text file of
-            lines ``PATH LABEL``; or an `LMDBDataset`, Subsets and ConcatDatasets of such.
+            lines ``PATH LABEL``; or an `LMDBDataset`, or Subsets and ConcatDatasets of such.
         val: As `train`, or a list of them, one loader each.
         test: As `val`.
         predict: As `val`; images without class subfolders or labels have the label -1.
         batch_size: Samples per batch and rank.
         crop_size: Side of the images in pixels.
         resize_size: Evaluation: length of the shorter side in pixels before the crop.
-        device: Where images are decoded: ``"gpu"``, ``"cpu"``, or ``"auto"``: where the Trainer trains.
-        num_threads: CPU threads for each loader. ``"auto"``: 4 where the GPU decodes, else one for each CPU that this
-            rank may use.
+        device: Device that decodes images: ``"gpu"``, ``"cpu"``, or ``"auto"``: the Trainer's.
+        num_threads: CPU threads for each loader. ``"auto"``: 4 if the GPU decodes, else one for each CPU this rank can
+            use.
         mean: Per channel, on the 0-1 scale.
         std: Per channel, on the 0-1 scale.
         dtype: Of the images: ``"float32"``, ``"float16"``, or ``"uint8"``: 0-255, not normalised.
         layout: Of an image: ``"CHW"`` or ``"HWC"``.
-        shuffle: Shuffle `train` anew each epoch.
+        shuffle: Reshuffle `train` in each epoch.
         seed: Seed of the orders and crops.
         train_pipeline: Instead of the training pipeline: a function decorated with ``@pipeline_def`` that takes the
             nodes ``(encoded, labels)`` and returns ``(images, labels)``; or operators of
             ``nvidia.dali.experimental.torchvision`` (a list, or ``Compose``), applied to the decoded image.
         eval_pipeline: The same for the other stages.
         hw_decoder_load: Share of the JPEG images that go to the GPU's hardware decoder, 0-1.
-        on_corrupt: What becomes of an image that cannot be decoded: ``"raise"`` an error that names its file, or
-            ``"skip"``: files are looked through when a folder is opened; bad ones are left out, counted
-            (`num_skipped`) and listed in ``gpuopt/skipped.csv`` below the Trainer's log directory. A batch of
-            which no image can be decoded is an error still, and so is a file that cannot be read.
+        on_corrupt: Action for an image that cannot be decoded: ``"raise"`` an error that names its file, or ``"skip"``:
+            files are checked when a folder is opened; bad ones are skipped, counted (`num_skipped`) and listed in
+            ``gpuopt/skipped.csv`` below the Trainer's log directory. A batch without any decodable image is still an
+            error, and so is a file that cannot be read.
 
     Raises:
-        ImportError: DALI is not installed; the text says what to install.
+        ImportError: DALI is not installed; the message says what to install.
         ValueError: An argument is out of its range.
-        MisconfigurationException: Arguments, or an argument and the machine, do not go together.
+        MisconfigurationException: Arguments conflict with each other or with the machine.
 
     Example::
 
@@ -111,7 +112,7 @@ class DALIDataModule(ResumableDataModule):
         self.crop_size = whole_number("crop_size", crop_size, "pixels", least=1)
         self.resize_size = whole_number("resize_size", resize_size, "pixels", least=1)
         if resize_size < crop_size and eval_pipeline is None:
-            refuse("resize_size", f"at least crop_size={crop_size}, which is cut out of it", resize_size)
+            refuse("resize_size", f"at least crop_size={crop_size}, since the crop is taken from it", resize_size)
         self.device = choice("device", device, ("auto", "gpu", "cpu"))
         self.num_threads = or_auto(whole_number, "num_threads", num_threads, "CPU threads", least=1)
         self.mean = _channels("mean", mean)
@@ -150,7 +151,7 @@ class DALIDataModule(ResumableDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """With ``on_corrupt="skip"``, look through the stage's files, once a node."""
+        """With ``on_corrupt="skip"``, check the stage's files once per node."""
         if self.on_corrupt == "skip":
             for name in self._names(None if self.trainer is None else self.trainer.state.fn):
                 self._open(name)
@@ -250,20 +251,20 @@ class DALIDataModule(ResumableDataModule):
             return None
         if not torch.cuda.is_available():
             raise MisconfigurationException(
-                'device="gpu": expected a CUDA device, torch sees none; use device="auto" or "cpu"'
+                'device="gpu": expected a CUDA device, but torch sees none; use device="auto" or "cpu"'
             )
         if self.trainer is None:
             return torch.cuda.current_device()
         root = self.trainer.strategy.root_device
         if root.type != "cuda":
             raise MisconfigurationException(
-                f'device="gpu": expected a Trainer on CUDA, its device is {root}; use device="auto" or "cpu", or '
+                f'device="gpu": expected a Trainer on CUDA, but its device is {root}; use device="auto" or "cpu", or '
                 'Trainer(accelerator="gpu")'
             )
         return root.index or 0
 
     def _skipped_samples(self, name: str) -> SkippedSamples:
-        """One list for all stages, with what was left out before."""
+        """One list for all stages, including samples skipped before."""
         skipped = self._skip_list("")
         if self.trainer is None or self.trainer.is_global_zero:
             for sample, reason in self._bad.get(name, {}).items():

@@ -43,10 +43,10 @@ _READ_BY: Final = {"train": "train", "sanity_check": "val", "validate": "val", "
 
 
 class ElasticDataModule(ResumableDataModule):
-    """Loaders over any map-style datasets; a subclass says what a path stands for.
+    """Loaders over any map-style datasets; a subclass defines what a path means.
 
     Every sample of an epoch goes to exactly one rank, in an order that is a function of the seed and the epoch. A
-    checkpoint taken in the middle of an epoch holds how many samples the step has had, so that a resumed run goes on
+    checkpoint from the middle of an epoch stores how many samples the steps have consumed, so a resumed run continues
     with the next one, on any number of ranks and workers.
 
     Args:
@@ -55,53 +55,53 @@ class ElasticDataModule(ResumableDataModule):
         test: As `val`.
         predict: As `val`.
         batch_size: Samples per batch and rank.
-        num_workers: Worker processes per loader. ``"auto"``: one for each CPU that this rank may use, as far as their
-            batches have room in ``/dev/shm``; none where the records are small arrays, which are gathered faster
-            without.
-        train_transform: Applied to the samples of `train`, where that is a path: to the image of (image, label), and
-            to the whole of richer samples, such as (image, mask) or (image, {"boxes": ...}).
+        num_workers: Worker processes per loader. ``"auto"``: one for each CPU this rank can use, as far as their
+            batches fit into ``/dev/shm``; none if the records are small arrays, which are gathered faster without
+            workers.
+        train_transform: Applied to the samples of `train`, if that is a path: to the image of (image, label), and to
+            the whole sample if it has more parts, such as (image, mask) or (image, {"boxes": ...}).
         eval_transform: As `train_transform`, for the other stages.
-        decode: What images become, where a path is given: ``"pil"``, ``"tensor"`` (uint8 ``[3, H, W]``) or ``"raw"``.
-        shuffle: Shuffle `train` anew each epoch.
-        shuffle_window: Shuffle among so many samples at a time, which are made of runs of neighbours of about a MiB:
+        decode: Type of the images, if a path is given: ``"pil"``, ``"tensor"`` (uint8 ``[3, H, W]``) or ``"raw"``.
+        shuffle: Reshuffle `train` in each epoch.
+        shuffle_window: Shuffle within windows of this many samples, made of runs of neighbours of about 1 MiB, so that
             reads become sequential. For datasets larger than RAM. Not together with `weights`.
         seed: Seed of the orders and crops.
-        drop_last: Leave out what does not make a full batch on every rank, in training.
-        pin_memory: Batches in page-locked memory. ``"auto"``: where the Trainer's device is CUDA. ``"in_place"``: there
-            too, and without a copy: the memory that loader processes fill is page-locked itself. Where a hook or the
-            step may copy batches by itself, as True; not together with a ``transfer_batch_to_device`` of your own. Not
+        drop_last: In training, drop samples that do not fill a batch on every rank.
+        pin_memory: Batches in page-locked memory. ``"auto"``: if the Trainer's device is CUDA. ``"in_place"``: the same
+            without a copy: the memory that loader processes fill is itself page-locked. If a hook or the step may copy
+            batches itself, it works like True; it cannot be combined with your own ``transfer_batch_to_device``. Not
             measured on a GPU yet.
-        persistent_workers: Keep workers between epochs. ``"auto"``: where there are workers, but for several
-            evaluation loaders of one stage, whose workers would all stay.
-        prefetch_factor: Batches that each worker makes ahead.
-        normalize: ``(mean, std)`` per channel on the 0-1 scale. Photographs, ``[B, C, H, W]``, travel as uint8, and
-            become floating point in the Trainer's precision, scaled to 0-1 and normalised, on the device. So does a
-            uint8 array or tensor, ``[H, W, 3]`` or ``[3, H, W]``, that is the sample's first part or named image, img,
-            x or pixel_values. All other arrays, tensors, masks and depth maps of an LMDB stay as they were written.
-            What a transform, a `collate_fn` or a dataset of your own gives is a photograph where it is uint8 with as
-            many channels as the mean has, and not named mask, seg, label, target or depth: give other targets another
-            dtype there. The LightningModule's ``on_after_batch_transfer`` comes after it.
+        persistent_workers: Keep workers between epochs. ``"auto"``: if there are workers, except for several evaluation
+            loaders of one stage, whose workers would all stay.
+        prefetch_factor: Batches that each worker prepares ahead.
+        normalize: ``(mean, std)`` per channel on the 0-1 scale. Photographs, ``[B, C, H, W]``, are copied to the device
+            as uint8; there they become floating point in the Trainer's precision, scaled to 0-1 and normalised. The
+            same applies to a uint8 array or tensor, ``[H, W, 3]`` or ``[3, H, W]``, that is the sample's first part or
+            named image, img, x or pixel_values. All other arrays, tensors, masks and depth maps of an LMDB stay as they
+            were written. Output of a transform, a `collate_fn` or your own dataset is a photograph if it is uint8, has
+            as many channels as the mean, and is not named mask, seg, label, target or depth: use another dtype for
+            other targets. The LightningModule's ``on_after_batch_transfer`` runs afterwards.
         crop_size: With ``decode="tensor"``: square crops of this side, random-resized in training, from the middle
             in evaluation, as uint8. Masks and depth maps of a sample get the same area, by nearest neighbour.
         collate_fn: Makes a batch of a list of samples; None: torch's ``default_collate``.
-        target_transform: Applied to the second of a sample's two parts, where paths are given, in all stages.
-        memory_format: Of the image batches of ``decode="tensor"``: ``"channels_last"`` costs a third of the time and
-            is what convolutions on tensor cores want; ``"contiguous"``. Images of datasets that decode by themselves
-            are batched as they come.
+        target_transform: Applied to the second of a sample's two parts in all stages, if paths are given.
+        memory_format: Of the image batches of ``decode="tensor"``: ``"channels_last"`` takes a third of the time and
+            suits convolutions on tensor cores; or ``"contiguous"``. Images of datasets that decode them themselves are
+            batched unchanged.
         flip: Mirror one random crop in two, left to right.
-        scale: Smallest and largest share of an image's area that a random crop has.
+        scale: Smallest and largest share of an image's area for a random crop.
         ratio: Smallest and largest width over height of a random crop before it is resized.
-        interpolation: How photographs are resized; with antialiasing but for ``"nearest"``.
+        interpolation: How photographs are resized; with antialiasing except for ``"nearest"``.
         weights: Relative weight of each sample of `train`, the path of a ``.npy`` file of them, or ``"balanced"``
             (every class equally often, by the dataset's targets): an epoch is then as many draws with replacement.
-        on_corrupt: What becomes of a sample whose image cannot be decoded, or whose stored bytes are damaged:
-            ``"raise"`` an error that names it, or ``"skip"``: its batch is smaller, and it is counted (`num_skipped`)
-            and listed in ``gpuopt/skipped-*.csv`` below the Trainer's log directory. A batch of which no sample can be
-            read is an error still, and so is whatever is not a decoder's word: a file that is gone, storage that fails.
+        on_corrupt: Action for a sample whose image cannot be decoded, or whose stored bytes are damaged: ``"raise"`` an
+            error that names it, or ``"skip"``: its batch is smaller, and it is counted (`num_skipped`) and listed in
+            ``gpuopt/skipped-*.csv`` below the Trainer's log directory. A batch without any readable sample is still an
+            error, and so is any other failure: a missing file, failing storage.
 
     Raises:
         ValueError: An argument is out of its range.
-        MisconfigurationException: Arguments that do not go together.
+        MisconfigurationException: Arguments conflict with each other.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -173,26 +173,24 @@ class ElasticDataModule(ResumableDataModule):
     def _check_together(self) -> None:
         if self.crop_size is not None and self.decode != "tensor":
             raise MisconfigurationException(
-                f"crop_size={self.crop_size} works on tensors: give decode='tensor' with it (got "
-                f"decode={self.decode!r})"
+                f"crop_size={self.crop_size} needs tensors: pass decode='tensor' too (got decode={self.decode!r})"
             )
         if self.weights is not None and self.shuffle_window is not None:
             raise MisconfigurationException(
                 f"weights= draws from all samples with replacement, and shuffle_window={self.shuffle_window} shuffles "
-                "within windows: expected one of them, got both: leave one out"
+                "within windows: expected one of them, got both: remove one"
             )
         for name in self._sources:
             argument = "train_transform" if name == "train" else "eval_transform"
             if getattr(self, argument) is not None and any(not is_path(each) for each in self._given(name)):
                 raise MisconfigurationException(
-                    f"{name} is a dataset and brings its own transform; give the dataset's path, or leave out "
-                    f"{argument}"
+                    f"{name} is a dataset and brings its own transform; pass the dataset's path, or remove {argument}"
                 )
         given = [each for name in self._sources for each in self._given(name)]
         if self.target_transform is not None and given and not any(map(is_path, given)):
             raise MisconfigurationException(
-                "target_transform is for paths, and only datasets were given, which bring their own: give paths, or "
-                "leave out target_transform"
+                "target_transform is for paths, but only datasets were given, which have their own: pass paths, or "
+                "remove target_transform"
             )
 
     def _open_path(self, path: str | os.PathLike[str], name: str, transform: Callable[[Any], Any] | None) -> Any:
@@ -229,7 +227,7 @@ class ElasticDataModule(ResumableDataModule):
         if sampler.padding:
             rank_zero_warn(
                 f"{len(dataset)} samples in batches of {self.batch_size} on {sampler.num_replicas} ranks: "
-                f"{sampler.padding} of them go to more than one rank, so that all have as many batches"
+                f"{sampler.padding} of them go to more than one rank, so that all ranks have equally many batches"
             )
         persistent: bool | None = None
         if self.persistent_workers != "auto":
@@ -255,8 +253,8 @@ class ElasticDataModule(ResumableDataModule):
             if self.crop_size is None or "with_decoder" not in str(error):
                 raise
             raise MisconfigurationException(
-                f"crop_size={self.crop_size} is for paths, and datasets that let others decode their images "
-                f"(LMDBDatasets, Subsets and ConcatDatasets of them, a dataset with a method with_decoder); got a "
+                f"crop_size={self.crop_size} is for paths, and datasets whose images can be decoded outside "
+                "(LMDBDatasets, Subsets and ConcatDatasets of them, a dataset with a method with_decoder); got a "
                 f"{type(dataset).__name__}: crop in its transform"
             ) from None
         held = held_by(loader) if loader.num_workers and getattr(loader.dataset, "seeds", True) else []
@@ -276,24 +274,24 @@ class ElasticDataModule(ResumableDataModule):
         return loader
 
     def _copies_are_known(self) -> bool:
-        """Whether nobody but Lightning and this package copies batches to the device, as far as can be seen.
+        """Whether only Lightning and this package copy batches to the device, as far as is known.
 
-        MisconfigurationException where a ``transfer_batch_to_device`` of the user's does.
+        MisconfigurationException if a ``transfer_batch_to_device`` of the user's does.
         """
         trainer = self.trainer
         module = None if trainer is None else trainer.lightning_module
         for owner in (self, module):
             if owner is not None and not lightning.is_plain_hook(owner, "transfer_batch_to_device"):
                 raise MisconfigurationException(
-                    "pin_memory='in_place' fills the memory of a batch again once its copy to the device is over, and "
-                    f"{type(owner).__name__}.transfer_batch_to_device may copy on streams that nobody else sees: "
-                    "expected Lightning's own. Give pin_memory=True, or leave that hook out"
+                    "pin_memory='in_place' reuses a batch's memory once its copy to the device has finished, but "
+                    f"{type(owner).__name__}.transfer_batch_to_device may copy on unknown streams: expected "
+                    "Lightning's own hook. Use pin_memory=True, or remove that hook"
                 )
         if trainer is None or module is None:
             return False
         why = why_copied_elsewhere(trainer, module)
         if why is not None:
-            lightning.say_once(trainer, "not-in-place", f"pin_memory='in_place' is as True here: {why}")
+            lightning.say_once(trainer, "not-in-place", f"pin_memory='in_place' works like True here: {why}")
         return why is None
 
     @property
@@ -311,7 +309,7 @@ class ElasticDataModule(ResumableDataModule):
 
     @override
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Normalise where `normalize` asks for it; then the LightningModule's hook of that name has its turn."""
+        """Normalise if `normalize` is set; then the LightningModule's hook of the same name runs."""
         trainer = self.trainer
         if self.normalize is not None:
             batch, found = self.normalize(batch, self._float_dtype(), self._as_written(dataloader_idx))
@@ -319,16 +317,16 @@ class ElasticDataModule(ResumableDataModule):
                 lightning.say_once(
                     trainer,
                     "nothing-to-normalize",
-                    f"normalize= finds nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
-                    f"W], got {make_of(batch)}. Give decode='tensor' or crop_size=, let the transform give uint8, or "
-                    "leave normalize out (of arrays and tensors as they were written it is the first part, or one "
-                    "named image, img, x or pixel_values; images written in another mode than RGB never are)",
+                    f"normalize= found nothing to normalise: expected uint8 images [B, {len(self.normalize.mean)}, H, "
+                    f"W], got {make_of(batch)}. Use decode='tensor' or crop_size=, return uint8 from the transform, or "
+                    "remove normalize (of stored arrays and tensors it applies to the first part, or to one named "
+                    "image, img, x or pixel_values, but never to images written in another mode than RGB)",
                 )
         module = None if trainer is None else trainer.lightning_module
         return batch if module is None else module.on_after_batch_transfer(batch, dataloader_idx)
 
     def _as_written(self, dataloader_idx: int) -> set[tuple[int | str, ...]]:
-        """Where in a batch of this stage what is never normalised lies, where it has its samples' structure."""
+        """Where in a batch of this stage what is never normalised lies, if it has its samples' structure."""
         trainer = self.trainer
         stage = None if trainer is None else trainer.state.stage
         name = _READ_BY.get(getattr(stage, "value", None) or "train", "train")

@@ -1,4 +1,4 @@
-"""ImageFolderDataModule: folders of image files as they are, for the four stages."""
+"""ImageFolderDataModule: unconverted folders of image files, for the four stages."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from lightning_gpuopt.loading.image_folder import ImageFolder
 
 
 class ImageFolderDataModule(ElasticDataModule):
-    """Loaders over folders of image files, read as they are: no conversion.
+    """Loaders over folders of image files, without conversion.
 
-    A path is a folder with a subfolder of images for each class, as torchvision's ``ImageFolder`` wants it; samples
-    are ``(image, label)``. A folder for `predict` may hold images without class subfolders: samples are then images
-    alone. Any map-style dataset is taken, too. The list of a very large folder is kept in the user's cache directory,
-    and used again until one of the folders changes. Guide: ``docs/image-folder.md``.
+    A path is a folder with a subfolder of images for each class, as for torchvision's ``ImageFolder``; samples are
+    ``(image, label)``. A folder for `predict` may hold images without class subfolders: samples are then only images.
+    Any map-style dataset is accepted too. The list of a very large folder is cached in the user's cache directory until
+    one of the folders changes. Guide: ``docs/image-folder.md``.
 
     Example::
 
@@ -72,11 +72,11 @@ class ImageFolderDataModule(ElasticDataModule):
         if self.crop_size or self.decode == "pil":
             decode_s = costs.fast_decode_s if self.crop_size else costs.pil_decode_s
             now_s = costs.read_s + decode_s
-            text += f", and decoded in {decode_s * 1e3:.2f} ms (medians of {costs.images}). An LMDB of it, which opens "
-            text += f"no files, would bring up to {now_s / decode_s:.2f}x the samples a second and worker"
+            text += f", and decoded in {decode_s * 1e3:.2f} ms (medians of {costs.images}). An LMDB, which opens "
+            text += f"no files, would give up to {now_s / decode_s:.2f}x the samples per second and worker"
             if self.crop_size and costs.small_decode_s < 0.9 * decode_s:
                 small = now_s / costs.small_decode_s
                 text += f", and with --image-size {resize_for(self.crop_size)} (smaller images) up to {small:.2f}x"
         else:
-            text += f" (median of {costs.images}), most of which an LMDB of it would save"
+            text += f" (median of {costs.images}), most of which an LMDB would save"
         rank_zero_info(f"{type(self).__name__}: {text}: lightning-gpuopt lmdb build {folder.path} DST")

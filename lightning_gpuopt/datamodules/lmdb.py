@@ -15,9 +15,9 @@ from lightning_gpuopt.storage.reader import LMDBDataset
 class LMDBDataModule(ElasticDataModule):
     """Loaders over LMDB datasets: shuffled, sharded over the ranks, and resumable to the sample.
 
-    Paths are those of datasets made by `build_lmdb` or `LMDBWriter`; any map-style dataset is taken, too (``Subset``,
-    ``ConcatDataset`` and ``random_split`` of `LMDBDataset` keep its fast paths). Samples are compared with their
-    checksums, except where small records are gathered in batches. Guide: ``docs/lmdb-datamodule.md``.
+    Paths are those of datasets made by `build_lmdb` or `LMDBWriter`; any map-style dataset is accepted too (``Subset``,
+    ``ConcatDataset`` and ``random_split`` of `LMDBDataset` keep its fast paths). Samples are checked against their
+    checksums, except if small records are gathered in batches. Guide: ``docs/lmdb-datamodule.md``.
 
     Example::
 

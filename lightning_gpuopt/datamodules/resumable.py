@@ -1,4 +1,4 @@
-"""The base of all DataModules: which samples come in which order, on which rank, and from where after a resume."""
+"""The base of all DataModules: the order of samples, their ranks, and the position after a resume."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ STAGES: Final = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",
 
 
 class ResumableDataModule(LightningDataModule):
-    """Samples in an order of this package's own; a subclass makes the loaders.
+    """Defines the order of samples; a subclass makes the loaders.
 
     Args:
         sources: What each of ``train``, ``val``, ``test`` and ``predict`` reads; None: nothing.
         batch_size: Samples per batch and rank.
         seed: Seed of the orders.
-        shuffle: Shuffle `train` anew each epoch.
+        shuffle: Reshuffle `train` in each epoch.
     """
 
     def __init__(self, sources: dict[str, Any], batch_size: int, seed: int, shuffle: bool) -> None:
@@ -43,7 +43,7 @@ class ResumableDataModule(LightningDataModule):
         self._attached()
         if isinstance(sources["train"], (list, tuple)):
             raise MisconfigurationException(
-                "train is one dataset, got a list: put them together with torch.utils.data.ConcatDataset"
+                "train is one dataset, got a list: combine them with torch.utils.data.ConcatDataset"
             )
         self._datasets: dict[str, list[Any]] = {}
         self._skipped: dict[str, SkippedSamples] = {}
@@ -77,9 +77,9 @@ class ResumableDataModule(LightningDataModule):
         """Open the stage's datasets.
 
         Raises:
-            FileNotFoundError: A path is not there.
-            StorageError: It is not a dataset of ours, or damaged.
-            ValueError: There is nothing in it.
+            FileNotFoundError: A path does not exist.
+            StorageError: It is not a lightning-gpuopt dataset, or it is damaged.
+            ValueError: It is empty.
         """
         for name in self._names(stage):
             self._open(name)
@@ -102,7 +102,7 @@ class ResumableDataModule(LightningDataModule):
     def _needed(self, name: str) -> list[Any]:
         if self._sources[name] is None:
             raise MisconfigurationException(
-                f"{type(self).__name__} was made without {name}=: give it the path of a dataset, or a dataset"
+                f"{type(self).__name__} was created without {name}=: pass the path of a dataset, or a dataset"
             )
         return self._open(name)
 
@@ -126,7 +126,7 @@ class ResumableDataModule(LightningDataModule):
         return loaders if isinstance(self._sources[name], (list, tuple)) else loaders[0]
 
     def _train_sampler(self, order: Order, *, drop_last: bool = False) -> ElasticSampler:
-        """The training sampler, which goes on where a checkpoint left off."""
+        """The training sampler, which continues from a checkpoint."""
         sampler = self._make_sampler(order, drop_last)
         trainer, before = self.trainer, self._sampler
         if trainer is not None or before is None or not sampler.follow(before):
@@ -173,7 +173,7 @@ class ResumableDataModule(LightningDataModule):
 
     @property
     def num_skipped(self) -> int:
-        """Samples that were left out because they could not be read, in all processes, with ``on_corrupt="skip"``."""
+        """Samples skipped because they could not be read, in all processes, with ``on_corrupt="skip"``."""
         return sum(len(each.read()) for each in self._skipped.values())
 
     def _skip_list(self, name: str) -> SkippedSamples:
@@ -194,12 +194,12 @@ class ResumableDataModule(LightningDataModule):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Where training is: plain numbers.
+        """The position of training, as plain numbers.
 
         Returns:
-            ``seed``, ``epoch``, ``consumed`` (samples of this epoch that the steps of all ranks have had), ``batches``
-            (the steps that took them); and what makes the order: ``num_samples``, ``shuffle``, ``shuffle_window``,
-            ``weighted``.
+            ``seed``, ``epoch``, ``consumed`` (samples of this epoch consumed by the steps of all ranks), ``batches``
+            (the number of those steps); and the settings of the order: ``num_samples``, ``shuffle``,
+            ``shuffle_window``, ``weighted``.
         """
         sampler, trainer = self._sampler, self.trainer
         if sampler is None or trainer is None:
@@ -217,7 +217,7 @@ class ResumableDataModule(LightningDataModule):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where a checkpoint left off; the next training loader begins there."""
+        """Continue from a checkpoint; the next training loader begins there."""
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return  # test, validate and predict read checkpoints, too
         self._resume, self._resume_of = dict(state_dict), self.trainer
@@ -226,7 +226,7 @@ class ResumableDataModule(LightningDataModule):
 
     @override
     def teardown(self, stage: str | None = None) -> None:
-        """Forget where a checkpoint left off; another fit begins at the beginning."""
+        """Forget a checkpoint's position; the next fit starts at the beginning."""
         self._report_skipped()
         if stage == "fit":
             self._resume = None
@@ -244,9 +244,9 @@ class ResumableDataModule(LightningDataModule):
         ]
         if changed:
             rank_zero_warn(
-                f"{type(self).__name__}: the checkpoint was made with other data or another order "
-                f"({'; '.join(changed)}): the epoch goes on after as many samples, but some may come twice and others "
-                "not at all"
+                f"{type(self).__name__}: the checkpoint was saved with other data or another order "
+                f"({'; '.join(changed)}): the epoch continues after the same number of samples, but some may come "
+                "twice and others not at all"
             )
         consumed = min(int(state["consumed"]), sampler.order.num_samples)
         sampler.resume(int(state["epoch"]), consumed, int(state["batches"]))

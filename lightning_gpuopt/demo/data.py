@@ -80,14 +80,14 @@ def require_packages() -> None:
 
 
 def is_whole(folder: Path, recipe: Recipe) -> bool:
-    """Whether the folder holds this recipe's JPEGs, as written; ForeignFolderError where it holds something else."""
+    """Whether the folder holds this recipe's JPEGs, as written; ForeignFolderError if it holds something else."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())
         made_from, checksums = manifest["recipe"], manifest["crc32"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ForeignFolderError(f"{folder} is not a folder that the demo made") from None
+        raise ForeignFolderError(f"{folder} is not a folder created by the demo") from None
     if made_from != recipe.as_json():
         return False
     try:

@@ -46,7 +46,7 @@ def follow_advice(runs: list[Run]) -> None:
             print("* slower than the run before, undone")
         print()
     else:
-        print("Nothing to apply: the report names nothing that this demo could change")
+        print("Nothing to apply: the report advises nothing that this demo can change")
 
 
 def _apply(step: Step, kept: list[Run], output_dir: Path) -> Run:

@@ -55,7 +55,7 @@ def sized(
     loader_s: Callable[[DemoSettings], float | None],
     image_s: Callable[[int], float],
 ) -> tuple[DemoSettings, Sizes] | None:
-    """Settings of a run whose step is long enough on this machine; None where a measurement failed.
+    """Settings of a run whose step is long enough on this machine; None if a measurement failed.
 
     ``loader_s`` measures the loader (`loader_at_its_best`), ``image_s`` a width (`image_on_cuda`).
     """

@@ -48,7 +48,7 @@ class Step:
     arguments: dict[str, Any]  # what is new in it as plain data, for the report
     changes: dict[str, Any]  # fields of `DemoSettings`
     predicted: Interval | None  # steps per second after over before; None: the report does not say
-    image_size: int | None = None  # pixels, shorter side in the LMDB, where one is built first
+    image_size: int | None = None  # pixels, shorter side in the LMDB, if one is built first
 
 
 def fast_decoder(finding: Finding, settings: DemoSettings, machine: Machine) -> Step | None:
@@ -125,7 +125,7 @@ def prefetch(finding: Finding, settings: DemoSettings, machine: Machine) -> Step
     return Step(  # the prediction is of the copy alone
         "prefetch",
         finding.cause,
-        (code, "# and num_workers=1: it looks ahead of batches that workers make"),
+        (code, "# and num_workers=1: it prefetches batches that workers make"),
         {"callback": "CudaPrefetcher", **worker},
         {**changes, **worker},
         None,

@@ -89,11 +89,11 @@ class Outcome:
     samples: int  # images in these steps
     device: str  # such as ``"cpu"`` or ``"NVIDIA H200"``
     on_cuda: bool = False
-    found_num_workers: int | None = None  # by NumWorkersFinder; None where it did not search
+    found_num_workers: int | None = None  # by NumWorkersFinder; None if it did not search
 
     @property
     def samples_per_s(self) -> float | None:
-        """Images per second of the steady steps; None where there are none."""
+        """Images per second of the steady steps; None if there are none."""
         return self.samples / self.steps / self.report.step_s if self.steps and self.report.step_s else None
 
 

@@ -12,7 +12,7 @@ from lightning_gpuopt.timeline.probe import Probe
 
 
 class CopiesProbe(Probe):
-    """The copies of the first callback that makes some: its ``copies_ahead()`` gives them, None where it makes none."""
+    """The copies of the first callback that makes some: its ``copies_ahead()`` gives them, None if it makes none."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

@@ -63,7 +63,7 @@ class DeviceWatch(Probe):
         """Stop the clock: CUDA refuses its events, for example while a graph is captured."""
         if self._reads:
             self._reads = False
-            self._notes.append(f"The GPU's own times end here: CUDA refused an event ({error}).")
+            self._notes.append(f"The GPU's times end here: CUDA refused an event ({error}).")
 
     def catch_up(self) -> None:
         """Training has ended: read what the GPU still has to finish, for a short time."""
@@ -163,7 +163,7 @@ class DeviceWatch(Probe):
         """The other processes on the GPU; their names where this process sees them."""
         unnamed = stats["neighbours"].high if "neighbours" in stats else 0.0
         if unnamed and not any(name.startswith(NEIGHBOUR) for name in stats):
-            yield f"{unnamed:.0f} of another container, or of the host"
+            yield f"{unnamed:.0f} in another container or on the host"
         for series in sorted(name for name in stats if name.startswith(NEIGHBOUR)):
             pid = int(series.removeprefix(NEIGHBOUR))
             if pid not in self._names:

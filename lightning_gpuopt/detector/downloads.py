@@ -27,7 +27,7 @@ class DownloadWatch:
             if (more := _count(folder) - before) > 0:
                 notes.append(
                     f"{more} more file{'s' * (more > 1)} in the cache folder {folder} than before training: an epoch "
-                    "that downloads says little of those that read from there."
+                    "that downloads is not representative of later epochs."
                 )
         return notes
 

@@ -35,7 +35,7 @@ class ReadImages:
 
 
 def image_files(dataset: Any) -> ReadImages | None:
-    """The image files behind a dataset, by duck typing; None where it is not known to read any.
+    """The image files behind a dataset, by duck typing; None if it is not known to read any.
 
     Known are ``image_file(index) -> bytes``; lists of ``samples`` or ``imgs`` (tuples that begin with a path, as
     torchvision's) or ``files`` (paths); and torch's ``Subset`` and ``ConcatDataset`` of those.
@@ -137,7 +137,7 @@ def measure(dataset: Any, batch: tuple[int, int] | None) -> ImageSamples | None:
 
 
 def images_in(batch: Any) -> tuple[int, int] | None:
-    """Number and side in pixels of the square RGB images in a batch; None where it holds none."""
+    """Number and side in pixels of the square RGB images in a batch; None if it holds none."""
     if isinstance(batch, Mapping):
         values: Sequence[Any] = list(batch.values())
     else:

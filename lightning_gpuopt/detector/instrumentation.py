@@ -87,7 +87,7 @@ class Instrumentation:
         if validation is not None:
             self._shadow(validation, "run", timeline.validating(validation.run))
         else:
-            self.notes.append("The start of validation could not be seen: its set-up counts as other.")
+            self.notes.append("The start of validation could not be detected: its set-up counts as other.")
         if not self._pl_module.automatic_optimization:  # manual_backward does not call the profiler
             self._shadow(trainer.strategy, "backward", timeline.timed(trainer.strategy.backward, "backward"))
         broadcast = lightning.signal_broadcast(trainer)

@@ -1,4 +1,4 @@
-"""Decides when to look inside a step, once in a run and only where that is allowed, and keeps what was seen."""
+"""Decides when to look inside a step, once in a run and only if that is allowed, and keeps what was seen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_gpuopt.timeline.syncs import SyncLook
 log = logging.getLogger(__name__)
 
 _SETTLED_STEPS: Final = 5  # steps between the warm-up and the first look
-# steps after the warm-up at which rank 0 of several records its steps, where no end comes before
+# steps after the warm-up at which rank 0 of several records its steps, if no end comes before
 _PROFILER_AFTER: Final = 10
 _SYNC_STEPS: Final = 4  # steps that a look for synchronizing calls lasts, and one to end it
 # with ``profile="on"``, steps after which one rank records without a reason where no end can be foreseen
@@ -27,9 +27,9 @@ _PATIENCE_STEPS: Final = 10  # steps after which a recording is read although th
 
 
 _NO_MOMENTS: Final = (
-    "The program has a profile function of its own (sys.setprofile): torch.cuda.synchronize() was not looked for in "
-    "the steps, nor is it known when waits for the GPU began. A hook that waits for work that it has queued itself may "
-    "count as the reason why the GPU was idle for as long."
+    "The program has its own profile function (sys.setprofile): torch.cuda.synchronize() in the steps was not "
+    "detected, nor when waits for the GPU began. A hook that waits for GPU work it queued itself may therefore be "
+    "reported as the cause of idle time."
 )
 
 
@@ -39,12 +39,12 @@ Profile = Literal["auto", "on", "off"]
 class KernelProfiling:
     """Looks for synchronizing calls, and at the step's kernels, each over three steps of their own.
 
-    On one rank the first only where there is reason to: the host does not run ahead of the GPU, or hooks seem to leave
+    On one rank the first only if there is reason to: the host does not run ahead of the GPU, or hooks seem to leave
     it idle. On several ranks once, at the same steps on each. The second with ``profile="on"`` in any case: on one rank
     as soon as there is reason, else late; of several ranks on rank 0, since a collective that waits reads as busy. With
     ``"auto"`` on one rank, where the GPU may be idle inside the steps, in the last steps before an end that can be
     foreseen (``batches_left`` gives a number). ``rhythm`` returns after how many batches steps repeat themselves, when
-    a look begins. A look waits while ``is_taken``: torch.profiler is at work for a trace. ``modules`` is None where the
+    a look begins. A look waits while ``is_taken``: torch.profiler is at work for a trace. ``modules`` is None if the
     user's modules may not be noted.
     """
 
@@ -102,20 +102,20 @@ class KernelProfiling:
 
     @property
     def notes(self) -> list[str]:
-        things = ["idle time inside the steps, which NVML's figures suggest"] if self.missed else []
+        things = ["idle time inside the steps, which NVML's readings suggest"] if self.missed else []
         if self._several_ranks and self._profile != "on":
             things.append("exposed communication")
         if not things:
             return self._notes
-        where = "no end of training came that could be foreseen"
+        where = "the end of training could not be foreseen"
         if self._profile == "off":
             where = 'profile="off"'
         elif self._several_ranks:
             where = 'with several ranks profile="auto" records nothing'
         return [
             *self._notes,
-            f"torch.profiler was not allowed to look for {' and '.join(things)}: {where}. "
-            f'StallDetector(profile="on") has it record three steps{" on rank 0" if self._several_ranks else ""}.',
+            f"torch.profiler was not allowed to record {' and '.join(things)}: {where}. "
+            f'StallDetector(profile="on") records three steps{" on rank 0" if self._several_ranks else ""}.',
         ]
 
     @property
@@ -232,13 +232,13 @@ class KernelProfiling:
         try:
             look = SyncLook(inside=lambda: clock.in_step, outside=clock.host_waits, clock_ns=clock.clock_ns)
             if look.is_taken:
-                self._notes.append("Synchronizing calls were not looked for: the program uses torch's debug mode.")
+                self._notes.append("Synchronizing calls were not detected: the program uses torch's debug mode.")
                 self.syncs = SyncSighting(0, 0)
                 return
             look.begin()
         except Exception as error:  # a torch that does not know the mode
             log.debug("no look for synchronizing calls", exc_info=True)
-            self._notes.append(f"Synchronizing calls could not be looked for: {error}")
+            self._notes.append(f"Synchronizing calls could not be detected: {error}")
             self.syncs = SyncSighting(0, 0)
             if look is not None:
                 look.end()
@@ -283,12 +283,12 @@ class KernelProfiling:
             if look.is_part:
                 self._notes.append(
                     f"Gradients are accumulated over more batches than torch.profiler recorded ({self.look.steps}): "
-                    "the optimizer's step may be in none of them, or count for too much."
+                    "the optimizer's step may be missing from them, or overrepresented."
                 )
             if not self.look.correlated:
                 self._notes.append(
-                    "torch.profiler's records do not tell which call issued what: copies inside the step were not told "
-                    "apart."
+                    "torch.profiler's records do not show which call issued what: copies inside the step were not "
+                    "separated."
                 )
         except CannotLookError as error:
             self._fail(error)
@@ -301,20 +301,22 @@ class KernelProfiling:
             look.end()
         else:
             look.abandon()
-            self._notes.append("The GPU did not finish its work: torch.profiler, which waits for it, was not stopped.")
+            self._notes.append(
+                "The GPU did not finish its work, so torch.profiler, which waits for it, was not stopped."
+            )
 
     def _fail(self, error: CannotLookError) -> None:
         self._profiler_look = None
         self._profiler_failed = True
         self._device.clock.spans = None
-        seen = " NVML's utilization and a look for synchronizing calls stand in."
+        seen = " NVML's utilization and detected synchronizing calls are used instead."
         if self._several_ranks:
-            seen += " Exposed communication, and ranks that wait in it for one another, were not seen."
-        self._notes.append(f"The step's kernels could not be looked at with torch.profiler: {error}.{seen}")
+            seen += " Exposed communication, and ranks that wait in it for each other, were not detected."
+        self._notes.append(f"The step's kernels could not be recorded with torch.profiler: {error}.{seen}")
 
     def _tell_cost(self, after_s: float | None) -> None:
         before_s, steps = self._step_s_before, self.look.steps if self.look is not None else 0
-        cost = f"torch.profiler looked at {steps} steps, which took {self._spent_s:.2f} s"
+        cost = f"torch.profiler recorded {steps} steps, which took {self._spent_s:.2f} s"
         if before_s and after_s is not None:
             cost += (
                 f": {before_s * 1e3:.1f} ms a step before it, {after_s * 1e3:.1f} ms after it "

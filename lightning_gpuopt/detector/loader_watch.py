@@ -42,9 +42,9 @@ log = logging.getLogger(__name__)
 class _Watched:
     seen: SeenLoader
     number: int  # in the order in which loaders were seen
-    clock: WorkerClock | None = None  # in its workers; None where nothing can be timed there
+    clock: WorkerClock | None = None  # in its workers; None if nothing can be timed there
     loader: LoaderDescription = field(default_factory=LoaderDescription)  # as of its current iterator
-    # for which the training process waited, where there are several
+    # for which the training process waited, if there are several
     waited_ns: list[int] = field(default_factory=lambda: [0])
     # the same for the DataLoader inside a loader of another kind
     inner_ns: list[int] = field(default_factory=lambda: [0])
@@ -76,7 +76,7 @@ class _Running(NamedTuple):
 
     watched: _Watched
     outer: Callable[[], Any]  # held weakly
-    inner: Callable[[], Any]  # held weakly; None where that is not known
+    inner: Callable[[], Any]  # held weakly; None if that is not known
     workers: tuple[int, int]  # workers behind ``inner``, and iterators of torch's that they are in
 
 
@@ -245,7 +245,7 @@ class LoaderWatch(Probe):
         return None
 
     def stacks_of(self, number: int) -> WorkerStacks | None:
-        """The sampler of the stacks of a loader's workers, by its number; None where the loader is gone."""
+        """The sampler of the stacks of a loader's workers, by its number; None if the loader is gone."""
         clocks = (each.clock for each in self._watched if each.number == number)
         return next((clock.stacks for clock in clocks if clock is not None), None)
 
@@ -259,7 +259,8 @@ class LoaderWatch(Probe):
         notes = [note for each in self._current for note in each.loader.notes] + self._downloads.notes()
         if self._unwatched:
             notes.append(
-                "A training loader could not be timed inside its workers: it is not a DataLoader, or already ran."
+                "A training loader could not be timed inside its workers: it is not a DataLoader, or it was already "
+                "running."
             )
         return notes
 
@@ -269,7 +270,7 @@ class LoaderWatch(Probe):
         for each in self._running:
             clock = each.watched.clock
             for number, worker in numbered_workers(each.inner()):
-                described.append((worker.pid, clock.doing(number) if clock is not None else "is not watched"))
+                described.append((worker.pid, clock.doing(number) if clock is not None else "is not monitored"))
         return described
 
     @override

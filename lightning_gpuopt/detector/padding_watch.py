@@ -64,7 +64,7 @@ class PaddingWatch:
 
 
 def padding_in(batch: Any) -> PaddedBatch | None:
-    """The lengths of a batch's sequences, and the length to which they are padded; None where they are not known.
+    """The lengths of a batch's sequences, and the length to which they are padded; None if they are not known.
 
     By a mask or lengths of the usual names; by any whole numbers, one a row, behind which the rows of another tensor
     are constant; or by a constant in which most rows of whole numbers end, or begin, and which they have nowhere else.

@@ -25,8 +25,8 @@ from lightning_gpuopt.timeline.module_calls import ModuleCalls
 from lightning_gpuopt.timeline.probe import Probe
 
 _NO_TABLE: Final = (
-    'What the steps compute was not looked at: with StallDetector(profile="on") the report has it by kind, by kernel '
-    "and by module."
+    'The steps\' kernels were not recorded: with StallDetector(profile="on") the report lists them by kind, kernel and '
+    "module."
 )
 
 
@@ -50,7 +50,7 @@ class ProfilingPasses(Probe):
         self._due_at = -sys.maxsize
 
         def modules() -> ModuleCalls | None:
-            """None where hooks could have torch compile the modules anew."""
+            """None if hooks could have torch compile the modules anew."""
             return None if has_compiled() else ModuleCalls(pl_module, time.perf_counter)
 
         if device is not None:

@@ -24,7 +24,7 @@ class RankExchange(Probe):
     @override
     def notes(self) -> list[str]:
         problem = self._gather.problem
-        return [f"Stragglers could not be looked for: {problem}."] if problem is not None else []
+        return [f"Stragglers could not be detected: {problem}."] if problem is not None else []
 
     @override
     def known(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class RankWatch(Probe):
         if is_sharded(strategy):
             self._of_parameters = replace(self._of_parameters, bytes=None)  # a rank sees its own part of them
         if on_cpu and self._reducer is None:
-            self._notes.append(f"Collectives of {kind} on the CPU were not timed: only those of DDP can be.")
+            self._notes.append(f"Collectives of {kind} on the CPU were not timed: only DDP's can be.")
 
     @override
     def read(self) -> dict[str, Any]:

@@ -114,14 +114,14 @@ def notes_of(
 ) -> list[str]:
     """Notes on what could not be measured, and on what is no cause but worth knowing.
 
-    Where nothing was measured, the first says why. The loader was changed after ``changed_after`` steps (None: it was
+    If nothing was measured, the first says why. The loader was changed after ``changed_after`` steps (None: it was
     not); a verdict needs ``least_steps`` since then, warm-up included.
     """
     if not measured.times.steps:
         steps = times.steps - (changed_after or 0)
         count = "1 step has run" if steps == 1 else f"{steps} steps have run"
         since = "" if changed_after is None else " since the loader was changed"
-        needed = f"a verdict needs {least_steps} or more"
+        needed = f"a verdict needs at least {least_steps}"
         return [f"Only {count}{since}, warm-up included: nothing is diagnosed, {needed}.", *known]
     if measured.waterfall.on_gpu and not measured.waterfall.steps:
         return ["The GPU had finished no step after the warm-up when this was written: nothing is diagnosed.", *known]

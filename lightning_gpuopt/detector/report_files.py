@@ -34,7 +34,7 @@ def write_report(folder: str, report: StallReport, sampled: Sequence[Sampled], *
 
 
 def read_report(folder: str | Path | None) -> StallReport | None:
-    """The report that an earlier run has left in a folder; None where there is none that can be read."""
+    """The report that an earlier run has left in a folder; None if there is none that can be read."""
     if folder is None:
         return None
     try:

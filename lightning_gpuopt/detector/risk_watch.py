@@ -135,7 +135,7 @@ def _with_ranks(sent: Mapping[int, list[dict[str, Any]]]) -> list[Risk]:
 
 
 def _batches_of(trainer: Trainer) -> int | None:
-    """Batches of this epoch, no more than ``max_steps`` leaves; None where their number is not known."""
+    """Batches of this epoch, no more than ``max_steps`` leaves; None if their number is not known."""
     batches = trainer.num_training_batches
     if batches == math.inf:
         return None

@@ -44,7 +44,7 @@ class RunSettingsWatch:
         self._resting_bytes: int | None = None
 
     def see_batch(self, batch: Any) -> None:
-        """A step has ended; costs about 0.1 µs but where the batch is looked at."""
+        """A step has ended; costs about 0.1 µs but if the batch is looked at."""
         self._batches += 1
         if self._batches < self._next_look:
             return
@@ -151,7 +151,7 @@ def _data_parallel(module: nn.Module) -> tuple[str, int] | None:
 
 
 def _matmul_precision() -> str | None:
-    """Torch's setting; None where it cannot be told, since the program has used the older and the newer way."""
+    """Torch's setting; None if it cannot be told, since the program has used the older and the newer way."""
     newer: str = getattr(torch.backends.cuda.matmul, "fp32_precision", "none")
     return _IN_OLDER_WORDS.get(newer) or _known(torch.get_float32_matmul_precision)
 

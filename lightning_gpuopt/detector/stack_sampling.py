@@ -106,23 +106,20 @@ class StackSampling:
     def notes(self, findings: Sequence[Finding]) -> list[str]:
         notes = []
         if self._seen and getattr(sys, "frozen", False):
-            notes.append("This is a frozen application: its own files cannot be told from those of libraries.")
+            notes.append("This is a frozen application: its own files cannot be distinguished from those of libraries.")
         blind = [each for each in findings if is_in_user_code(each) and "where" not in each.evidence]
-        return notes + [
-            f"Which lines of the code {each.cause} comes from could not be seen: {self._why_blind(each)}."
-            for each in blind
-        ]
+        return notes + [f"The lines that cause {each.cause} are unknown: {self._why_blind(each)}." for each in blind]
 
     def _why_blind(self, finding: Finding) -> str:
         if not stacks.FRAMES_ARE_SAFE:
-            return "in this Python one thread cannot safely read another's stack"
+            return "this Python cannot safely read another thread's stack"
         if _is_in_processes(finding) and not self._is_in_workers(finding):
-            return "its worker processes are not those of a DataLoader"
+            return "its worker processes do not belong to a DataLoader"
         if not self._looks.get(finding_name(finding)):
-            return "the run was over before it could be looked at"
+            return "the run ended before it could be sampled"
         if self._is_in_workers(finding):
-            return "no worker has begun a batch, and sampled itself, after it was asked to"
-        return "nothing ran when it was looked at"
+            return "no worker started a batch and sampled itself after the request"
+        return "nothing ran when it was sampled"
 
     def _is_in_workers(self, finding: Finding) -> bool:
         """Whether the worker processes of a DataLoader do what a finding is about."""
@@ -155,7 +152,7 @@ class StackSampling:
         )
 
     def _activity(self) -> str | None:
-        """What the training thread does, where that is what a finding is about; called on the sampling thread."""
+        """What the training thread does, if that is what a finding is about; called on the sampling thread."""
         activity = self._timeline.activity
         if activity is None or not any(belongs_to(each, activity) for each in self._wanted):
             return None

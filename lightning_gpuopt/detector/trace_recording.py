@@ -17,7 +17,7 @@ _STEPS: Final = 5  # training batches that are recorded
 
 
 class TraceRecording:
-    """Records the next steps once it is asked to, as soon as no look inside the step is under way."""
+    """Records the next steps on request, as soon as no profiler recording is in progress."""
 
     def __init__(self, is_free: Callable[[int], bool]) -> None:
         self._is_free = is_free

@@ -85,7 +85,7 @@ class Gate:
     phase: str | None = None  # the phase whose host time per step grew most
     phase_before_s: float | None = None  # per step
     phase_after_s: float | None = None  # per step
-    reason: str = ""  # why it was not judged; empty where it was
+    reason: str = ""  # why it was not judged; empty if it was
 
 
 def gate_of(comparison: Comparison, allowed_percent: float) -> Gate:

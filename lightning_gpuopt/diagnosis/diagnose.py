@@ -58,7 +58,7 @@ def confidence_of(cause: str, share: float, measurement: Measurement, threshold:
 
     Doubts are: a run after warm-up of less than 5 s or 30 steps (of less than 10 steps: two levels); windows whose
     steps differ by more than 15 % of their mean time; a share within a tenth of the threshold; NVML against CUDA
-    events; a cause inside the step that nobody has looked at.
+    events; a cause inside the step that was not profiled.
     """
     steps, wall_s = measurement.times.steps, measurement.times.wall_s
     lost = (steps < _FEW_STEPS or wall_s < _SHORT_S) + (steps < _VERY_FEW_STEPS)
@@ -113,14 +113,14 @@ def remarks(measurement: Measurement, threshold: float) -> list[str]:
     others = waterfall.share(waterfall.wait("other"))
     if others >= threshold:
         notes.append(
-            f"{others:.0%} of the time lies between the actions that Lightning tells of: its own work around each "
-            "step, and what the program does outside of hooks."
+            f"{others:.0%} of the time lies between Lightning's profiled actions: its own work around each step, and "
+            "the program's work outside of hooks."
         )
     own = waterfall.share(waterfall.diagnosis_s)
     if own >= threshold:
         notes.append(
-            f"{own:.0%} of the time is StallDetector's own diagnosis, which counts in a run as short as this, or with "
-            "a window_size as small as this."
+            f"{own:.0%} of the time is StallDetector's own diagnosis, which matters in a run this short, or with a "
+            "window_size this small."
         )
     if measurement.hyperparameters:
         notes.append(step.hyperparameters_note(measurement.hyperparameters))

@@ -67,7 +67,7 @@ class Growth:
 
 
 def growth_of(records: Sequence[WindowRecord]) -> Growth | None:
-    """What grows over these records (oldest first); None where steps do not get slower, or not for good.
+    """What grows over these records (oldest first); None if steps do not get slower, or not for good.
 
     A single slow record is smoothed away. Many slow records before the growth are a repeating pattern, and no growth.
     The growth has to exceed the usual difference between neighbouring records.

@@ -79,12 +79,10 @@ def padding_hints(batches: Sequence[PaddedBatch]) -> list[Hint]:
     saved, saved_by_longest = 1 - grouped / padded, 1 - longest / padded
     if saved < _PADDED:
         return []
-    seen = f"In the {len(batches)} batches looked at, {1 - tokens / padded:.0%} of the tokens are padding. "
+    seen = f"In the {len(batches)} batches inspected, {1 - tokens / padded:.0%} of the tokens are padding. "
     if saved_by_longest >= _PADDED:
-        seen += f"Padding each batch to its own longest sample would spare {saved_by_longest:.0%} of all tokens. "
-    text = (
-        f"{seen}Batches of samples of similar length would spare {saved:.0%}. It changes which samples come together."
-    )
+        seen += f"Padding each batch to its own longest sample would save {saved_by_longest:.0%} of all tokens. "
+    text = f"{seen}Batches of samples of similar length would save {saved:.0%}. It changes which samples share a batch."
     evidence = {
         "padding_percent": _percent(1 - tokens / padded),
         "saved_percent": _percent(saved),
@@ -98,7 +96,7 @@ def _data_parallel(run: RunSettings) -> Iterator[Hint]:
         name, devices = run.data_parallel
         text = (
             f"{name} is in nn.DataParallel on {devices} GPUs: one process copies the weights to all in each step, "
-            "and drives them from threads that share one interpreter. DDP has a process for each."
+            "and drives them from threads that share one interpreter. DDP uses one process per GPU."
         )
         yield Hint("data_parallel", text, f'Trainer(devices={devices}, strategy="ddp")', {"devices": devices})
 
@@ -108,8 +106,8 @@ def _precision(run: RunSettings) -> Iterator[Hint]:
         return
     kind = "bf16-mixed" if run.capability >= _BFLOAT16 else "16-mixed"
     text = (
-        f"The GPU computes {run.work_share:.0%} of the time, in 32 bits, and its tensor cores work at full rate in 16: "
-        "mixed precision also halves what activations take of its memory. Watch the loss."
+        f"The GPU computes {run.work_share:.0%} of the time, in 32 bits; its tensor cores reach full rate only in 16. "
+        "Mixed precision also halves the memory of activations. Watch the loss."
     )
     yield Hint("precision", text, f'Trainer(precision="{kind}")', {"work_percent": _percent(run.work_share)})
 
@@ -119,8 +117,8 @@ def _matmul(run: RunSettings) -> Iterator[Hint]:
         return
     if run.matmul_precision == "highest" and run.products > run.convolutions:
         text = (
-            f"A step multiplies {run.products} matrices in full float32: TF32 runs on the tensor cores, rounds their "
-            "inputs to 10 bits of mantissa, and leaves weights and activations as they are."
+            f"A step multiplies {run.products} matrices in full float32: TF32 runs on the tensor cores and rounds only "
+            "their inputs to 10 bits of mantissa; weights and activations stay in float32."
         )
         evidence = {"matrix_products": run.products, "work_percent": _percent(run.work_share)}
         yield Hint("float32_matmul_precision", text, 'torch.set_float32_matmul_precision("high")', evidence)
@@ -132,7 +130,7 @@ def _benchmark(run: RunSettings) -> Iterator[Hint]:
         return
     if run.work_share >= _MOSTLY_WORK:
         text = (
-            f"A step has {run.convolutions} convolutions, and all {run.batches_seen} batches looked at had the same "
+            f"A step has {run.convolutions} convolutions, and all {run.batches_seen} batches inspected had the same "
             "shapes: cuDNN can try its algorithms once and keep the fastest."
         )
         evidence: dict[str, float] = {"convolutions": run.convolutions, "batches_seen": run.batches_seen}
@@ -176,11 +174,11 @@ def _batch(run: RunSettings) -> Iterator[Hint]:
         return
     times = f"{larger:.1f}x the batch" if larger < _NO_LARGER_BATCH else "more than 8x the batch"
     batch = f" of {run.batch_size}" if run.batch_size is not None else ""
-    why = "the host issues kernels too slowly for steps as short as these" if starved else "much of the GPU stands idle"
+    why = "the host issues kernels too slowly for steps as short as these" if starved else "much of the GPU is idle"
     activity = f" ({run.sm_activity:.0f} % of its multiprocessors work)" if little and not starved else ""
     text = (
         f"There is memory for {times}{batch}: at most {run.peak_mib:,.0f} of {run.total_mib:,.0f} MiB were in use, and "
-        f"{why}{activity}. A larger batch changes the training: adapt the learning rate."
+        f"{why}{activity}. A larger batch changes training: adapt the learning rate."
     )
     factor = min(larger, _NO_LARGER_BATCH)
     setting = (

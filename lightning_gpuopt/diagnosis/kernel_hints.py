@@ -46,8 +46,8 @@ def _hints(kernels: StepKernels, work_share: float) -> Iterator[Hint]:
     if transposes >= _WORTH / 2:
         most = _gain_of(transposes, work_share)
         text = (
-            f"cuDNN brings images from one memory format to another for {transposes:.0%} of the GPU's work, which it "
-            f"is spared where they are in that of its convolutions from the start: {most:.2f}x at most."
+            f"cuDNN converts images between memory formats for {transposes:.0%} of the GPU's work. Images already in "
+            f"its convolutions' format need no conversion: {most:.2f}x at most."
         )
         evidence = {"transposes_percent": round(transposes * 100, 1), "gain_at_most": round(most, 2)}
         yield Hint(
@@ -64,14 +64,14 @@ def _hints(kernels: StepKernels, work_share: float) -> Iterator[Hint]:
     chains = kernels.kinds.get("elementwise", 0.0)
     if chains >= _CHAINS:
         text = (
-            f"Elementwise kernels take {chains:.0%} of the GPU's work: they wait for memory, and torch.compile makes "
-            "one of those that follow each other."
+            f"Elementwise kernels take {chains:.0%} of the GPU's work: they wait for memory, and torch.compile fuses "
+            "consecutive ones."
         )
         yield Hint("compile", text, "torch.compile(model)", {"elementwise_percent": round(chains * 100, 1)})
     if kernels.short_share >= _WORTH:
         text = (
             f"{kernels.short_per_step:.0f} kernels a step are shorter than 10 µs, {kernels.short_share:.0%} of the "
-            "GPU's work: most of the GPU stands idle in each. Larger batches, or CUDA graphs, help."
+            "GPU's work: most of the GPU is idle in each. Larger batches, or CUDA graphs, help."
         )
         evidence = {
             "short_kernels": round(kernels.short_per_step),

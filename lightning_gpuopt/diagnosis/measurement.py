@@ -1,4 +1,4 @@
-"""All that a diagnosis looks at: plain numbers, from one rank after warm-up, and a few from the others."""
+"""The input of a diagnosis: plain numbers, from one rank after warm-up, and a few from the others."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Measurement:
 
     @cached_property
     def waterfall(self) -> Waterfall:
-        """What the device waited for: the GPU where its clock was read, else the training process."""
+        """What the device waited for: the GPU if its clock was read, else the training process."""
         beside = bool(self.loader.num_workers) or self.source.work != "training process"
         waterfall = waterfall_of(self.times, self.gpu, self.device, self.look, self.syncs, loads_beside=beside)
         if not self.growth_s:
@@ -79,7 +79,7 @@ class Measurement:
 
     @property
     def collectives_s(self) -> float | None:
-        """Seconds of a mean step in which collectives ran exposed on this rank; None where that is not known.
+        """Seconds of a mean step in which collectives ran exposed on this rank; None if that is not known.
 
         By the close look; without one by DDP's reducer: torch times its first ten reductions, then one in a hundred.
         """
@@ -113,7 +113,7 @@ class Measurement:
 
     @cached_property
     def late_pipelines(self) -> loading.Pipelines | None:
-        """The pipelines, where the wait for data is the wait for them; None where it is for something else."""
+        """The pipelines, where the wait for data is the wait for them; None if it is for something else."""
         found = self.pipelines
         if found is None or not found.times.batches:
             return None

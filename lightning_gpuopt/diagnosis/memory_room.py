@@ -20,7 +20,7 @@ class MemoryRoom:
 
     kind: Literal["memory cgroup", "machine"]
     free: int
-    limit: int | None  # None where only what is left is known
+    limit: int | None  # None if only what is left is known
 
     @property
     def text(self) -> str:
@@ -37,7 +37,7 @@ class MemoryRoom:
 
 
 def room_of(readings: Iterable[MemoryReading], machine_bytes: int | None) -> MemoryRoom | None:
-    """What is left by the last of these readings (oldest first) that knows; None where none does."""
+    """What is left by the last of these readings (oldest first) that knows; None if none does."""
     found: dict[str, MemoryRoom] = {}
     for each in readings:
         if each.limit is not None and each.current is not None:

@@ -27,7 +27,7 @@ _STEP_WORK: Final = ("forward", "backward", "optimizer", "other")
 
 
 def loader_model(measurement: Measurement) -> LoaderModel | None:
-    """Read the model off a measurement; None where workers or steps were not measured.
+    """Read the model off a measurement; None if workers or steps were not measured.
 
     The consumer is the diagnosed device, with its step time without data waits. On CUDA the host receives batches while
     the GPU computes, at no cost, unless it waits for the GPU in every step.
@@ -37,7 +37,7 @@ def loader_model(measurement: Measurement) -> LoaderModel | None:
 
 
 def loader_costs(measurement: Measurement) -> LoaderCosts | None:
-    """What the loader and the step cost per batch; None where workers or steps were not measured."""
+    """What the loader and the step cost per batch; None if workers or steps were not measured."""
     return _costs(measurement) if measurement.loader.num_workers is not None else None
 
 
@@ -103,7 +103,7 @@ def pipeline_model(measurement: Measurement) -> LoaderModel | None:
 def step_without_s(measurement: Measurement, idle_s: float, host_s: float) -> float:
     """Seconds of a mean step without something that takes the host ``host_s`` and that the device waits ``idle_s`` for.
 
-    Both are seconds of the stretch. The device's wait goes away. Where the host never waits for the GPU, more may: a
+    Both are seconds of the stretch. The device's wait goes away. If the host never waits for the GPU, more may: a
     host whose remaining step is shorter than the GPU's runs ahead, and hides its other work as well.
     """
     times, waterfall = measurement.times, measurement.waterfall

@@ -21,15 +21,14 @@ class Finding:
 
     Attributes:
         cause: one of the causes in the documentation, for example ``"main_process_loading"``.
-        share: share of wall time that it takes, 0-1; warm-up steps are left out on both sides.
+        share: its share of wall time, 0-1; warm-up steps are excluded from both.
         evidence: the numbers that show it; the unit is in each name.
         advice: what to change, in one or two sentences.
-        settings: ``DataLoader`` arguments under their own names, for example ``{"num_workers": 6}``; empty where the
-            remedy is not a loader setting.
-        predicted_speedup: steady steps per second after over before, as (low, mid, high); None where it is not
-            predicted.
-        confidence: how far it can be relied on, by the agreement of its sources, the length of the run, and noise; None
-            in reports of a version that did not say.
+        settings: ``DataLoader`` arguments under their own names, for example ``{"num_workers": 6}``; empty if the fix
+            is not a loader setting.
+        predicted_speedup: steady steps per second after over before, as (low, mid, high); None if not predicted.
+        confidence: how reliable it is, from the agreement of its sources, the length of the run, and noise; None in
+            reports of versions without it.
     """
 
     cause: str
@@ -43,12 +42,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Hint:
-    """A setting of the script that the run could gain from, by what was seen of it; no cause of waiting.
+    """A setting of the script that could speed up the run; not a cause of waiting.
 
     Attributes:
-        name: what it is about: ``"precision"``, ``"cudnn_benchmark"``.
-        text: what was seen, and what it means.
-        setting: what to write.
+        name: its topic: ``"precision"``, ``"cudnn_benchmark"``.
+        text: the observation, and what it means.
+        setting: the code or option to set.
         evidence: the numbers that show it; the unit is in each name.
     """
 
@@ -71,11 +70,11 @@ RiskName = Literal["worker_memory", "process_memory", "shared_memory", "open_fil
 
 @dataclass(frozen=True)
 class Risk:
-    """What is likely to end or to block the run later on, before it does. Guide: ``docs/risks.md``.
+    """A problem that is likely to end or block the run later. Guide: ``docs/risks.md``.
 
     Attributes:
         risk: what runs out, or ``"uneven_ranks"``.
-        text: what was seen, and when it will end or block the run, as far as that can be said.
+        text: the observation, and when it will end or block the run, if that can be estimated.
         evidence: the numbers that show it; the unit is in each name.
         advice: what to change, in one or two sentences.
     """
@@ -88,14 +87,14 @@ class Risk:
 
 @dataclass(frozen=True)
 class HotSpots:
-    """The places in the code that the time of a finding goes to, from samples of the thread that spends it.
+    """The code lines that take a finding's time, from stack samples of the thread that spends it.
 
     Attributes:
         finding: its cause, for a callback with its name: ``"callback MyCallback"``.
         process: where it was sampled: ``"training process"``, ``"worker 0"``.
-        seconds: time that was sampled.
-        samples: how often.
-        places: the places, those with most time first.
+        seconds: sampled time.
+        samples: number of samples.
+        places: the code lines, those with most time first.
     """
 
     finding: str
@@ -135,14 +134,14 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Proof:
-    """A setting that was advised and then applied: what was predicted beside what was measured.
+    """A setting that was advised and then applied, with its predicted and measured gain.
 
     Attributes:
         cause: the finding that advised it.
         settings: what was changed.
-        predicted: steady steps per second, after over before, as (low, mid, high); None where it was not predicted.
+        predicted: steady steps per second, after over before, as (low, mid, high); None if not predicted.
         measured: the same, measured.
-        steps: how many steps it was measured in, before and after; None where that is not known.
+        steps: number of measured steps, before and after; None if unknown.
     """
 
     cause: str
@@ -158,7 +157,7 @@ class Proof:
 
     @property
     def kept(self) -> bool | None:
-        """Whether the measured gain lies in the predicted interval; None where that is not known."""
+        """Whether the measured gain lies in the predicted interval; None if unknown."""
         if self.predicted is None or not self.enough:
             return None
         return self.predicted[0] <= self.measured <= self.predicted[2]
@@ -171,12 +170,12 @@ class Change:
     Attributes:
         setting: its name.
         from_: its value before; ``"from"`` in JSON and as a key.
-        to: its value then.
-        predicted: steady steps per second, after over before, as (low, mid, high); of ``persistent_workers`` whole
-            epochs per second. None where it was not predicted.
-        measured: the same, measured. None where it never took effect.
-        kept: whether it was kept; None where it never took effect.
-        why: why it was taken back, or never took effect; of one that was kept, why it was not predicted.
+        to: its new value.
+        predicted: steady steps per second, after over before, as (low, mid, high); for ``persistent_workers``, whole
+            epochs per second. None if not predicted.
+        measured: the same, measured. None if it never took effect.
+        kept: whether it was kept; None if it never took effect.
+        why: why it was undone, or never took effect; for a kept one, why it was not predicted.
     """
 
     setting: str
@@ -252,5 +251,5 @@ class RunRecord:
 
     @property
     def why_not_measured(self) -> str:
-        """Why there is no verdict, and what one needs; empty where there is one."""
+        """Why there is no verdict, and what a verdict needs; empty if there is one."""
         return self.notes[0] if self.verdict == "not_measured" and self.notes else ""

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.record import Change, Finding
 
-TOO_SHORT: Final = "training ended before a gain was proved"
+TOO_SHORT: Final = "training ended before a gain was proven"
 INTERRUPTED: Final = "the number of workers has changed meanwhile"
 COSTS_MORE: Final = "starting the workers takes longer than they save"  # reasons for which a change is not kept
 
@@ -28,7 +28,7 @@ def _without(finding: Finding, in_vain: Sequence[Change]) -> Finding:
         if advised is None or not _is_as_far(advised, change):
             continue
         measured = "" if change.measured is None else f", and measured {change.measured:.2f}x"
-        tried = f"was tried in this run{measured}: it" if change.kept is not None else "would not pay: it"
+        tried = f"was tried in this run{measured}: it" if change.kept is not None else "would not be worth it: it"
         advice = f"{change.setting} {change.from_} → {change.to} {tried} is not advised ({change.why})."
         return replace(finding, advice=advice, settings={}, predicted_speedup=None)
     return finding

@@ -33,33 +33,32 @@ class StallReport(RunRecord):
         steps: training batches finished.
         step_s: mean seconds per training batch after warm-up, without validation, checkpoints and the set-up of epochs,
             on a GPU by its own clock; None while there is no such step.
-        measured_steps: steps that ``step_s`` is the mean of: the last ones, after warm-up and since the loader last
+        measured_steps: number of steps that ``step_s`` averages: the last ones, after warm-up and since the loader last
             changed; None while there is no such step.
         gpu_idle_s: seconds after warm-up in which no kernel ran on the GPU: between steps, before hooks, around
             checkpoints and epochs, while batches were copied, while it waited for StallDetector itself, and inside the
-            steps as far as was looked at; None without a GPU.
-        headroom: share of the steady step, 0-1, that is not the step's own work: what could be gained at most.
-        lightning_work: what Lightning itself does in a mean step on the host, in seconds by part: its loops, its own
-            callbacks (the progress bar), the broadcast before each step; the largest first.
-        loader: settings of the training loaders, as they were last.
-        step_times: distribution of the steps after warm-up, and the steps that stood out.
-        proofs: advice that was followed, predicted and measured.
-        changes: what AutoFix has tried while training ran.
-        hot_spots: for findings that lie in the user's code, the places that their time goes to.
+            steps as far as they were profiled; None without a GPU.
+        headroom: share of the steady step, 0-1, that is not the step's own work: the upper bound of the gain.
+        lightning_work: Lightning's own host time in a mean step, in seconds by part: its loops, its own callbacks (the
+            progress bar), the broadcast before each step; the largest first.
+        loader: latest settings of the training loaders.
+        step_times: distribution of the steps after warm-up, and the outliers.
+        proofs: advice that was followed, with predicted and measured gain.
+        changes: the changes that AutoFix tried during training.
+        hot_spots: for findings in the user's code, the lines that take the time.
         timeline: the run in stretches, oldest first.
         notes: what could not be measured, and why.
-        hints: settings of the script that the run could gain from; but for padding on CUDA only.
+        hints: settings of the script that could speed up the run; except for padding, on CUDA only.
         environment: machine and versions.
-        loader_costs: what the loader and the step cost per batch, for ``lightning-gpuopt what-if``; None where that was
+        loader_costs: what the loader and the step cost per batch, for ``lightning-gpuopt what-if``; None if that was
             not measured.
-        kernels: the five kernels that take most of the GPU's time in the steps that were looked at; empty where none
-            were.
-        kernel_kinds: share of each kind of kernel in that time, 0-1; empty likewise.
-        kernel_summary: of the same: ``ms_per_step``, ``short_per_step`` and ``short_share`` (kernels under
-            10 µs), and ``unassigned_share``, the share that is of no module where modules were watched.
+        kernels: the five kernels that take most GPU time in the profiled steps; empty if none were profiled.
+        kernel_kinds: share of each kind of kernel in that time, 0-1; empty if no step was profiled.
+        kernel_summary: totals of the same steps: ``ms_per_step``, ``short_per_step`` and ``short_share`` (kernels under
+            10 µs), and ``unassigned_share``, the share not attributed to a module, if modules were recorded.
         idle_shares: share of time, 0-1, in which the GPU was idle, by source: ``"events"``, ``"host"``, ``"records"``,
-            ``"nvml"``; those that say nothing are absent.
-        risks: what is likely to end or to block the run later on, as far as it was seen.
+            ``"nvml"``; sources without a value are absent.
+        risks: problems that are likely to end or block the run later, as far as detected.
 
     Example::
 
@@ -70,7 +69,7 @@ class StallReport(RunRecord):
     """
 
     def to_json(self) -> str:
-        """The whole report as JSON text, as :data:`REPORT_SCHEMA` describes it; an unknown value is left out."""
+        """The whole report as JSON text, as :data:`REPORT_SCHEMA` describes it; unknown values are omitted."""
         record = asdict(self)
         record["changes"] = [
             {"from" if name == "from_" else name: each[name] for name in each} for each in record["changes"]
@@ -93,7 +92,7 @@ class StallReport(RunRecord):
             text: the JSON text.
 
         Raises:
-            ValueError: the text is no report, or one of another schema.
+            ValueError: the text is not a report, or has another schema.
         """
         try:
             data = json.loads(text)

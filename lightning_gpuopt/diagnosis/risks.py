@@ -88,8 +88,8 @@ def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
             ranks = f"{seen.ranks_here} ranks x " if seen.ranks_here > 1 else ""
             text = (
                 f"Batches on their way from the workers need {size(needed)} of /dev/shm ({ranks}{workers} workers x "
-                f"{flight.prefetch_factor} batches of {size(flight.batch_bytes)}), and it has room for {size(room)}: "
-                "when it is full, a worker ends with a bus error."
+                f"{flight.prefetch_factor} batches of {size(flight.batch_bytes)}), and {size(room)} are free: when it "
+                "is full, a worker ends with a bus error."
             )
             evidence |= {"needed_gib": round(needed / GIB, 3), "left_gib": round(room / GIB, 3)}
             yield Risk("shared_memory", text, evidence, advice)
@@ -101,13 +101,13 @@ def _shared_memory(seen: RiskInputs) -> Iterator[Risk]:
     reached_s = frees[-1] / growth.rate
     if reached_s <= _horizon_s(seen):
         text = (
-            f"What is free of /dev/shm falls by {size(growth.rate * 60)} a minute: none of its "
-            f"{size(total) if total is not None else 'room'} is left in {duration(reached_s)}, and then a worker ends "
-            "with a bus error."
+            f"Free space in /dev/shm falls by {size(growth.rate * 60)} a minute: its "
+            f"{size(total) if total is not None else 'space'} will be full in {duration(reached_s)}, and then a worker "
+            "ends with a bus error."
         )
         evidence |= {"growth_mib_per_minute": round(growth.rate * 60 / MIB, 3)}
         evidence |= {"left_gib": round(frees[-1] / GIB, 3), "minutes_to_limit": round(reached_s / 60, 1)}
-        yield Risk("shared_memory", text, evidence, f"Look for tensors or queues that are kept. {advice}")
+        yield Risk("shared_memory", text, evidence, f"Look for tensors or queues that are never released. {advice}")
 
 
 def _use(points: Sequence[tuple[float, float]], few: float) -> SteadyGrowth | None:
@@ -127,14 +127,14 @@ def _open_files(seen: RiskInputs) -> Iterator[Risk]:
 
 
 def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> tuple[float, Risk] | None:
-    """The risk, and in how many seconds it comes true; None where there is none."""
+    """The risk, and in how many seconds it comes true; None if there is none."""
     known = [(each.at_s, each.files) for each in readings if each.files is not None]
     limit = next((each.files_limit for each in reversed(readings) if each.files_limit), None)
     if not known or limit is None:
         return None
     now = known[-1][1]
     evidence: dict[str, float | str] = {"process": who.lower(), "open_files": float(now), "files_limit": float(limit)}
-    text = f"{who} has {now:,} of the {limit:,} files open that it may have"
+    text = f"{who} has {now:,} files open, the limit is {limit:,}"
     growth = _use(known, limit - now)
     rate = growth.rate if growth is not None and growth.grown >= _FILES_GROWN else 0.0
     reached_s = max(limit - now, 0) / rate if rate else math.inf
@@ -147,14 +147,14 @@ def _files_of(who: str, readings: Sequence[MemoryReading], horizon_s: float) -> 
     else:
         return None
     advice = (
-        "Close files once they are read; where they are tensors of workers, "
-        'torch.multiprocessing.set_sharing_strategy("file_system"); `ulimit -n` gives more.'
+        "Close files once they are read; if they are the workers' tensors, use "
+        'torch.multiprocessing.set_sharing_strategy("file_system"); `ulimit -n` raises the limit.'
     )
     return reached_s, Risk("open_files", text, evidence, advice)
 
 
 def uneven_ranks(batches: Mapping[int, int]) -> Iterator[Risk]:
-    """Ranks of which some have fewer batches in an epoch; ``batches`` are of all ranks."""
+    """Find ranks with fewer batches in an epoch than others; ``batches`` are of all ranks."""
     if len(set(batches.values())) < 2:
         return
     fewest, most = min(batches.values()), max(batches.values())
@@ -167,8 +167,7 @@ def uneven_ranks(batches: Mapping[int, int]) -> Iterator[Risk]:
     fewer = most - fewest
     text = (
         f"{who.format(named)} {fewer:,} batch{'es' * (fewer > 1)} fewer in this epoch than {others} ({fewest:,}, not "
-        f"{most:,}): when {its} batches are used up, the others wait for {it} in the next collective until that times "
-        "out."
+        f"{most:,}): when {its} batches run out, the others wait for {it} in the next collective until it times out."
     )
     evidence: dict[str, float | str] = {
         "ranks": named,
@@ -177,8 +176,8 @@ def uneven_ranks(batches: Mapping[int, int]) -> Iterator[Risk]:
         "batches_fewer": float(fewer),
     }
     advice = (
-        "Give all ranks as many: a DistributedSampler pads them, or cuts them with drop_last=True; for a stream split "
-        f"it evenly, or set Trainer(limit_train_batches={fewest}); torch's Join context lets ranks end early."
+        "Give all ranks equally many: a DistributedSampler pads them, or truncates them with drop_last=True; split a "
+        f"stream evenly, or set Trainer(limit_train_batches={fewest}); torch's Join context lets ranks finish early."
     )
     yield Risk("uneven_ranks", text, evidence, advice)
 

@@ -75,7 +75,7 @@ def scaling(
     link: Link | None = None,
     gradient_bytes: int | None = None,
 ) -> Scaling:
-    """A one-GPU run on ``ranks`` (2 or more) GPUs; CannotSayError where the report is of several or lacks something.
+    """A one-GPU run on ``ranks`` (2 or more) GPUs; CannotSayError if the report is of several or lacks something.
 
     ``change.cpus`` are those of a machine, for all of its ranks. Without a link each of :data:`ASSUMED` is forecast;
     without ``gradient_bytes`` the report's count.
@@ -174,7 +174,7 @@ def _gradient_bytes(report: RunRecord) -> int:
     if known is None:
         raise what_if.CannotSayError(
             "expected a report that says how many bytes of gradients a step has, got one that does not",
-            "give --gradient-bytes, in float32 four for each parameter that is trained",
+            "give --gradient-bytes: in float32, four per trained parameter",
         )
     return int(known)
 

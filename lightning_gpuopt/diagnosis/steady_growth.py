@@ -19,11 +19,11 @@ _OFTEN: Final = 0.3  # share of the readings that must have grown
 class SteadyGrowth:
     rate: float  # growth per unit, in the later half
     grown: float  # for good, after the beginning
-    evenness: float  # 0-1; 1 where it grows as fast at the end as at the beginning
+    evenness: float  # 0-1; 1 if it grows as fast at the end as at the beginning
 
 
 def steady_growth(points: Sequence[tuple[float, float]], least: int = 6) -> SteadyGrowth | None:
-    """How a figure grows, of (unit, figure) in order; None where it does not, came to rest, or grew in a few steps.
+    """How a figure grows, of (unit, figure) in order; None if it does not, came to rest, or grew in a few steps.
 
     The first tenth, at least one reading, is left out: imports, the first batch. What falls again has not grown: each
     reading counts as the least of those from it on, so that a garbage collector's saw-teeth count for nothing.

@@ -181,7 +181,7 @@ def _inside_the_steps(
 ) -> tuple[float, float | None]:
     """Seconds of GPU idle time inside the steps, and how much of it followed a wait of the host, 0-1.
 
-    From a look, where there is one. Recording costs the host time, so a look sees more idle time than usual. Therefore
+    From a look, if there is one. Recording costs the host time, so a look sees more idle time than usual. Therefore
     the lesser counts: the usual step time beyond the look's busy time, or the look's share of idle time.
     """
     # after the host has issued all of a step, the GPU cannot be idle in it any more, but for copies
@@ -207,7 +207,7 @@ def _copies_s(gpu: GpuTimes, look: StepLook | None) -> float:
 
 
 def _share_of_step(gpu: GpuTimes, look: StepLook, seconds: float) -> float:
-    """What so many seconds of a step that was looked at are of the steps' own work."""
+    """The share of the steps' own work for these seconds of a profiled step."""
     whole_s = look.busy_s + look.idle_s
     return gpu.compute_s * seconds / whole_s if whole_s > 0 else 0.0
 
@@ -239,8 +239,8 @@ def covers(device: DeviceState, wall_s: float) -> bool:
 def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) -> bool:
     """Whether there is reason to look inside the step, without which nothing can be said of it; threshold 0-1.
 
-    NVML gives one by its figures: SM activity, where there is any, tells more than utilization, which counts any kernel
-    however small. Where it has no figure (MIG), or counts another program too, it is reason enough that the GPU can be
+    NVML gives one by its figures: SM activity, if there is any, tells more than utilization, which counts any kernel
+    however small. If it has no figure (MIG), or counts another program too, it is reason enough that the GPU can be
     idle, by its events and by the host's time to issue the step.
     """
     if device is None or device.utilization is None or device.neighbours:
@@ -257,7 +257,7 @@ def worth_a_look(gpu: GpuTimes, device: DeviceState | None, threshold: float) ->
 
 
 def may_idle(gpu: GpuTimes, threshold: float) -> bool:
-    """Whether the GPU could be idle inside the steps for this share of the time; not where the host runs ahead."""
+    """Whether the GPU could be idle inside the steps for this share of the time; not if the host runs ahead."""
     return gpu.steps > 0 and gpu.compute_bound_s >= threshold * (gpu.compute_s + gpu.idle_s + gpu.copy_s)
 
 

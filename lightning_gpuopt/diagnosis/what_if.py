@@ -69,7 +69,7 @@ class Run:
 
 
 def what_if(report: RunRecord, change: WhatIf) -> Forecast:
-    """Forecast a run with a ``DataLoader``; CannotSayError where the report lacks something.
+    """Forecast a run with a ``DataLoader``; CannotSayError if the report lacks something.
 
     With another batch size the loader takes longer in proportion; the step between that and as long as now.
     """
@@ -91,11 +91,11 @@ def what_if(report: RunRecord, change: WhatIf) -> Forecast:
 
 
 def run_of(report: RunRecord, change: WhatIf) -> Run:
-    """A run before and after a change; CannotSayError where the report lacks something."""
+    """A run before and after a change; CannotSayError if the report lacks something."""
     costs, measured_s = report.loader_costs, report.step_s
     if costs is None or not measured_s:
         raise CannotSayError(
-            "expected a report that says what its loader costs, got one that does not: it is of an earlier version, "
+            "expected a report that says what its loader costs, got one that does not: it is from an earlier version, "
             "its loader is not a DataLoader, or no step came after the warm-up"
         )
     before = costs.num_workers, costs.prefetch_factor or 2
@@ -144,7 +144,7 @@ def _batch_size(report: RunRecord) -> int | None:
 
 
 def batch_factor(report: RunRecord, change: WhatIf) -> float:
-    """Samples of a batch, after over before; CannotSayError where the report does not say what they were."""
+    """Samples of a batch, after over before; CannotSayError if the report does not say what they were."""
     if change.batch_size is None:
         return 1.0
     size = _batch_size(report)
@@ -169,24 +169,24 @@ def notes_on(report: RunRecord, run: Run, change: WhatIf) -> list[str]:
     """What is not known of a run, and what is assumed for it."""
     costs, notes = report.loader_costs, list[str]()
     if costs is None:
-        return ["What the loader costs is not in the report: the loaders are taken to keep up with more GPUs."]
+        return ["What the loader costs is not in the report: it is assumed that the loaders keep up with more GPUs."]
     if costs.usable_cpus is None and change.cpus is None:
-        notes.append("How many CPUs there are was not measured: enough are assumed.")
+        notes.append("The number of CPUs was not measured: enough are assumed.")
     if costs.consumer_cpu_s is None:
-        notes.append("What the training process takes of the CPUs was not measured: nothing is assumed.")
+        notes.append("The training process's CPU use was not measured: none is assumed.")
     if not costs.num_workers and change.num_workers:
         notes.append(
-            "What handing a batch over costs was not measured in a run without workers: "
-            f"{costs.receive_s[1] * 1e3:.1f} ms is assumed."
+            f"A run without workers does not measure the cost of transferring a batch: {costs.receive_s[1] * 1e3:.1f} "
+            "ms is assumed."
         )
     if costs.batches < _FEW:
         notes.append(f"Only {costs.batches} batches were measured: slow ones among them may have been missed.")
     if report.loader.duplicates and change.num_workers and change.num_workers > 1:
-        notes.append("This IterableDataset does not divide its samples: each worker would give all of them.")
+        notes.append("This IterableDataset does not divide its samples: each worker would yield all of them.")
     off = run.simulated_s / run.measured_s - 1
     if abs(off) > _EXPLAINS:
         notes.append(
-            f"The simulation of the run as it was is {abs(off) * 100:.0f} % {'slower' if off > 0 else 'faster'} than "
-            "the run: it does not know all that happens there."
+            f"The simulation of the measured run is {abs(off) * 100:.0f} % {'slower' if off > 0 else 'faster'} than "
+            "the run: it does not model everything that happens there."
         )
     return notes

@@ -93,7 +93,7 @@ def finding_name(finding: Finding) -> str:
 
 
 def hot_spots_of(finding: Finding, sampled: Sequence[Sampled]) -> HotSpots | None:
-    """The places that a finding's time goes to; None where nothing was sampled of it."""
+    """The places that a finding's time goes to; None if nothing was sampled of it."""
     mine = [each for each in sampled if belongs_to(finding, each.activity) and each.stacks]
     if not mine:
         return None
@@ -125,7 +125,7 @@ def title(place: CodeLocation | Call) -> str:
 def places_of(stacks: Iterable[Stack]) -> tuple[CodeLocation, ...]:
     """Fold stacks to at most 20 places, most time first: the user's innermost frame, and what it called of a library.
 
-    Where no frame is the user's own, as for a dataset of a library, the frames of that library take its place. Places
+    If no frame is the user's own, as for a dataset of a library, the frames of that library take its place. Places
     are told apart by function, not by line; each has the line that most of its time goes to.
     """
     lines: dict[tuple[str, ...], dict[int, float]] = {}

@@ -42,7 +42,7 @@ def disagreement(shares: dict[str, float]) -> float:
 
 
 def witness_note(measurement: Measurement) -> str | None:
-    """That NVML and the GPU's own clock disagree, and why that may be; None where they do not."""
+    """Explain why NVML and the GPU's own clock disagree; None if they agree."""
     shares = idle_shares(measurement)
     apart = disagreement(shares)
     if abs(apart) <= _APART:
@@ -51,8 +51,8 @@ def witness_note(measurement: Measurement) -> str | None:
     source = "torch.profiler's records and CUDA events" if "records" in shares else "CUDA events"
     reasons = " or ".join(_reasons(measurement, apart))
     return (
-        f"NVML has the GPU idle for {shares['nvml']:.0%} of the time, {source} for {own:.0%}: {reasons}. The shares in "
-        "this report are of the latter."
+        f"NVML has the GPU idle for {shares['nvml']:.0%} of the time, {source} for {own:.0%}: {reasons}. This report "
+        "uses the latter."
     )
 
 
@@ -65,7 +65,7 @@ def _reasons(measurement: Measurement, apart: float) -> Iterator[str]:
         yield "NVML counts work on other streams, and of other processes (MPS)"
         yield "gaps between kernels are too short for its samples"
     else:
-        yield "copies, which are no work for NVML"
+        yield "copies, which NVML does not count as work"
         if "records" not in idle_shares(measurement):
-            yield "gaps inside the steps, which nobody has looked at"
+            yield "gaps inside the steps, which were not profiled"
         yield "its samples are too few for this run"

@@ -39,8 +39,8 @@ class _Growing:
     grown: int  # since its first reading; of a forked worker that is before its first sample
     copied: int  # of those, what may be pages which it had before, and shared
     exact: bool  # whether these are known to be such pages
-    steady: SteadyGrowth | None  # growth by the sample; None where it does not grow, or no more
-    bytes_per_s: float  # growth by the second; 0 where it does not
+    steady: SteadyGrowth | None  # growth by the sample; None if it does not grow, or no more
+    bytes_per_s: float  # growth by the second; 0 if it does not
     early: bool  # too few readings or too short a time to tell it from a cache, and little kept of each sample
     leak: str  # what of its own grows, for people
     copies: bool  # whether most of the growth since the first samples may be such pages
@@ -179,7 +179,7 @@ def _how(per_sample: float | None, grown: float, copied: CopiedObject | None, le
     how = "The private memory of each worker "
     how += f"grows by {size(per_sample)} a sample" if per_sample is not None else f"has grown by {size(grown)}"
     if copied is None:
-        return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows was not found."
+        return f"{how}: {leak}." if leak else f"{how}, after {size(grown)} until now; what grows is unknown."
     place = f" ({copied.place})" if copied.place else ""
     return (
         f"{how}: reading probably touches `{copied.name}`, {copied.what}, about {size(copied.bytes)} in each "
@@ -211,10 +211,10 @@ def _advice(copied: CopiedObject | None, leak: str, processes: int) -> str:
         )
     if leak:
         return (
-            "Bound it, or do not keep it in the dataset: each worker fills a copy of its own, which lives as long as "
-            "the worker (with persistent_workers=True, as long as the run)."
+            "Limit its size, or do not keep it in the dataset: each worker fills a copy of its own, which lives as "
+            "long as the worker (with persistent_workers=True, as long as the run)."
         )
     return (
-        "Look for what the dataset, its transforms or a library keep from sample to sample; without "
-        "persistent_workers each epoch begins with new workers."
+        "Look for what the dataset, its transforms or a library keep between samples; without persistent_workers each "
+        "epoch starts new workers."
     )

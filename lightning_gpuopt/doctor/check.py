@@ -19,8 +19,8 @@ class Check:
     status: Status  # "note": worth knowing; "problem": it holds a GPU back, or will; "unknown": not found out
     found: str  # in one line
     measured: dict[str, Any] = field(default_factory=dict)  # the unit is in each name
-    why: str = ""  # why it matters; empty where all is well
-    fix: str = ""  # a command or a setting; empty where there is none
+    why: str = ""  # why it matters; empty if all is well
+    fix: str = ""  # a command or a setting; empty if there is none
 
 
 def not_known(name: str, reason: str, measured: dict[str, Any] | None = None) -> Check:

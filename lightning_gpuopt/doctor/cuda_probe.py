@@ -54,7 +54,7 @@ def probe(clock: Callable[[], float] = time.perf_counter) -> CudaFacts:
 def copy_rates(device: torch.device, uuid: str, clock: Callable[[], float] = time.perf_counter) -> CopyRates:
     """Measure copies from host memory to a device, and ask NVML for its link where it has a ``uuid``.
 
-    RuntimeError where CUDA refuses.
+    RuntimeError if CUDA refuses.
     """
     target = torch.empty(_BYTES, dtype=torch.uint8, device=device)
     pinned = torch.zeros(_BYTES, dtype=torch.uint8).pin_memory()

@@ -69,7 +69,7 @@ def data_facts(path: str, clock: Callable[[], float] = time.perf_counter) -> Dat
 
 
 def file_system_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that a path lies on, by Linux's list of mounts; empty where it is not known."""
+    """The type of the file system that a path lies on, by Linux's list of mounts; empty if it is not known."""
     real = os.path.realpath(path)
     best, kind = -1, ""
     try:
@@ -96,7 +96,7 @@ class _Listing:
 
 
 def _list(folder: str, clock: Callable[[], float]) -> _Listing:
-    """The files below a folder and below links in it, each of them once; OSError where the folder cannot be read."""
+    """The files below a folder and below links in it, each of them once; OSError if the folder cannot be read."""
     os.scandir(folder).close()
     listing = _Listing()
     linked = {os.path.realpath(folder)}
@@ -122,7 +122,7 @@ def _list(folder: str, clock: Callable[[], float]) -> _Listing:
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
-    """What is in a folder and not hidden; nothing where it cannot be read."""
+    """What is in a folder and not hidden; nothing if it cannot be read."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         yield from (entry for entry in entries if not entry.name.startswith("."))
 
@@ -159,7 +159,7 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
     if len(candidates) < _MIN_SAMPLES:
         failure = f"{len(candidates)} files of a sample's size; {_MIN_SAMPLES} are needed"
         large = any(size > _MAX_SAMPLE_BYTES for size in listing.bytes_)
-        return replace(facts, failure=failure + ("; of large files name one" if large else ""))
+        return replace(facts, failure=failure + ("; for large files, name one" if large else ""))
     random.Random(0).shuffle(candidates)
     with _beside(facts.path) as (folder, same_disk):
         with _without_advice():
@@ -177,7 +177,7 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
             as_lmdb = _measure(lambda batch: sum(map(len, dataset.__getitems__(batch))), order, shards, clock)
             if not same_disk:  # another disk's figures say nothing of this one
                 as_lmdb = replace(as_lmdb, cold_per_s=None, cold_mib_s=None)
-                failure = "only warm reads are compared: no folder on the same file system can be written to"
+                failure = "only warm reads are compared: no folder on the same file system is writable"
     decode_s = _decode_s(paths)
     return replace(
         facts,
@@ -190,7 +190,7 @@ def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
 
 
 def _read_bytes(path: str) -> int:
-    """Reads a file; gives its bytes, none where it is gone meanwhile."""
+    """Reads a file; gives its bytes, none if it is gone meanwhile."""
     try:
         return len(read_file(path))
     except OSError:
@@ -222,7 +222,7 @@ def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) 
             taken.append(path)
         if not taken:
             writer.abort()
-            return taken, None, "none of the files can be read"
+            return taken, None, "no file can be read"
         writer.close()
     except OSError as error:
         writer.abort()

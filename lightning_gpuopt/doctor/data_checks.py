@@ -21,8 +21,8 @@ def data_check(data: DataFacts) -> Check:
         return not_known("data", "; ".join(filter(None, (found if data.files else "", data.failure))), measured)
     found = f"{found}; {_rates(data.read)}"
     if data.read.cold_per_s is None:
-        why = "The page cache could not be emptied of these files: how fast the disk is, is not known."
-        return Check("data", "note", found, measured, why, "run sync, and measure again; or after a reboot")
+        why = "These files could not be evicted from the page cache, so the disk's speed is unknown."
+        return Check("data", "note", found, measured, why, "run sync and measure again, or measure after a reboot")
     return Check("data", "ok", found, measured)
 
 
@@ -31,7 +31,7 @@ def lmdb_check(data: DataFacts) -> Check | None:
     if data.kind != "folder" or data.read is None:
         return None
     if data.as_lmdb is None:
-        return not_known("data.lmdb", data.failure or "no LMDB of a part of the files was made")
+        return not_known("data.lmdb", data.failure or "no LMDB was built from a sample of the files")
     gains = {"warm": data.as_lmdb.warm_per_s / data.read.warm_per_s}
     if data.read.cold_per_s and data.as_lmdb.cold_per_s:
         gains["cold"] = data.as_lmdb.cold_per_s / data.read.cold_per_s
@@ -47,17 +47,17 @@ def lmdb_check(data: DataFacts) -> Check | None:
         file_s = 1 / (data.read.cold_per_s if "cold" in gains and data.read.cold_per_s else data.read.warm_per_s)
         gain = (file_s + data.decode_s) / (file_s / gain + data.decode_s)
         measured |= {"decode_ms": round(data.decode_s * 1e3, 2), "worker_gain": round(gain, 2)}
-        found += f"; with decoding ({data.decode_s * 1e3:.1f} ms an image) a worker is {gain:.1f}x as fast"
+        found += f"; with decoding ({data.decode_s * 1e3:.1f} ms an image) a worker runs {gain:.1f}x as fast"
     path = data.path.rstrip("/")
-    build = "write the samples with LMDBWriter, or give build_lmdb a Dataset of them (docs/lmdb.md)"
+    build = "write the samples with LMDBWriter, or pass a Dataset to build_lmdb (docs/lmdb.md)"
     if data.image_folder:
         build = f"lightning-gpuopt lmdb build {shlex.quote(path)} {shlex.quote(path + '.lmdb')}"
     if gain < _WORTH_IT:
         return Check("data.lmdb", "ok", f"{found}: this folder would gain little", measured)
     if "cold" in gains:
-        why = "Files that are not in memory are found, opened and read one by one: workers wait for the disk."
+        why = "Files outside the page cache are opened and read one by one, so workers wait for the disk."
         return Check("data.lmdb", "problem", f"{found}: this folder would gain", measured, why, build)
-    why = "Opening and reading a file costs more than finding a record."
+    why = "Opening and reading a file costs more than reading a record."
     return Check("data.lmdb", "note", f"{found}: this folder would gain", measured, why, build)
 
 

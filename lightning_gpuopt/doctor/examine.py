@@ -42,7 +42,7 @@ def examine(data: str | None = None, probe: Sequence[str] = gather.PROBE) -> lis
         torch = gather.torch_facts()
     except Exception as error:  # a broken installation fails in ways of its own
         line = (str(error) or repr(error)).splitlines()[0]
-        why = "Nothing trains without it."
+        why = "Training needs torch."
         checks.append(Check("torch", "problem", f"torch cannot be imported: {line}", {}, why, "reinstall torch"))
     nvml = question.answer(_NVML_S)
     if torch is not None:
@@ -64,7 +64,7 @@ def examine(data: str | None = None, probe: Sequence[str] = gather.PROBE) -> lis
 def _require(path: str) -> None:
     mode = os.stat(path).st_mode
     if not (stat.S_ISDIR(mode) or stat.S_ISREG(mode)):  # who reads a pipe or a device may wait for ever
-        raise OSError(errno.EINVAL, "neither a folder nor a file", path)
+        raise OSError(errno.EINVAL, "not a folder or file", path)
 
 
 def _of_data(path: str) -> Iterator[Check]:

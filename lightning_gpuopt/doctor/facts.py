@@ -19,8 +19,8 @@ class CopyRates:
 
     pinned_gb_s: float
     pageable_gb_s: float  # from ordinary memory
-    generation: int | None = None  # of the PCIe link while copies ran; None where NVML did not tell
-    lanes: int | None = None  # of it then; None where NVML did not tell
+    generation: int | None = None  # of the PCIe link while copies ran; None if NVML did not tell
+    lanes: int | None = None  # of it then; None if NVML did not tell
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class MemoryRates:
 @dataclass(frozen=True)
 class CudaDeviceFacts:
     name: str  # of the model
-    uuid: str  # with or without its prefix; empty where torch does not tell
+    uuid: str  # with or without its prefix; empty if torch does not tell
     capability: tuple[int, int]  # (major, minor)
-    copies: CopyRates | None = None  # None where they were not measured
+    copies: CopyRates | None = None  # None if they were not measured
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class CudaFacts:
     available: bool = False  # whether torch can use a GPU
     architectures: tuple[str, ...] = ()  # what torch was compiled for: ``"sm_90"``, ``"compute_90"``
     devices: tuple[CudaDeviceFacts, ...] = ()  # by CUDA ordinal
-    failure: str = ""  # why this is not known, or not all of it; empty where all is well
+    failure: str = ""  # why this is not known, or not all of it; empty if all is well
     refusal: str = ""  # torch's words on why it can use none, though there may be some; else empty
 
 
@@ -60,13 +60,13 @@ class HostFacts:
     free_cpus: float | None = None  # idle just now, of those that this process may use
     memory_total_mib: float | None = None
     memory_available_mib: float | None = None  # to this process, by its cgroup too
-    shm_total_mib: float | None = None  # of ``/dev/shm``; None where there is none
+    shm_total_mib: float | None = None  # of ``/dev/shm``; None if there is none
     shm_free_mib: float | None = None
     files_limit: int | None = None  # that a process may have open (the soft limit); None without one
     files_open: int | None = None  # by this process
-    omp_num_threads: str | None = None  # the environment variable; None where it is not set
+    omp_num_threads: str | None = None  # the environment variable; None if it is not set
     mkl_num_threads: str | None = None  # the same
-    memory_rates: MemoryRates | None = None  # None where they were not measured
+    memory_rates: MemoryRates | None = None  # None if they were not measured
 
     @property
     def usable_cpus(self) -> float:
@@ -79,7 +79,7 @@ class ReadRates:
     """The same samples, in the same random order, read twice."""
 
     samples: int
-    cold_per_s: float | None  # samples/s from the disk; None where the page cache could not be emptied of them
+    cold_per_s: float | None  # samples/s from the disk; None if the page cache could not be emptied of them
     warm_per_s: float  # samples/s from the page cache
     cold_mib_s: float | None = None  # from the disk
 
@@ -88,14 +88,14 @@ class ReadRates:
 class DataFacts:
     path: str  # as it was given
     kind: str  # ``"folder"``, ``"lmdb"`` (one of this package's) or ``"file"``
-    file_system: str = ""  # its type: ``"ext4"``, ``"nfs4"``; empty where not known
+    file_system: str = ""  # its type: ``"ext4"``, ``"nfs4"``; empty if not known
     files: int = 0  # that were found
     complete: bool = True  # whether all files were listed before the time was over
     total_mib: float = 0.0  # of the files found
     # files by the upper end of their size: ``"16_kib"``, or ``"more"``
     sizes: dict[str, int] = field(default_factory=dict)
     read: ReadRates | None = None  # samples at random
-    as_lmdb: ReadRates | None = None  # the same samples from an LMDB; None where that was not measured
-    decode_s: float | None = None  # of one image with PIL; None where the samples are no images
+    as_lmdb: ReadRates | None = None  # the same samples from an LMDB; None if that was not measured
+    decode_s: float | None = None  # of one image with PIL; None if the samples are no images
     image_folder: bool = False  # images in class subfolders, which ``lmdb build`` reads as it is
-    failure: str = ""  # what could not be measured, and why; empty where all was
+    failure: str = ""  # what could not be measured, and why; empty if all was

@@ -37,7 +37,7 @@ def free_cpus(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> float | None:
-    """CPUs that are idle just now, of those that this process may use; None where that cannot be read."""
+    """CPUs that are idle just now, of those that this process may use; None if that cannot be read."""
     watch = HostWatch(proc=proc, cgroup_root=cgroup_root, clock=clock)
     watch.read()
     sleep(_IDLE_OVER_S)
@@ -81,7 +81,7 @@ def host_facts(
 
 
 def memory_rates(host: HostFacts, clock: Callable[[], float] = time.perf_counter) -> MemoryRates | None:
-    """Copies within memory, with one thread and with all, in half a second; None where there is too little memory."""
+    """Copies within memory, with one thread and with all, in half a second; None if there is too little memory."""
     import torch
 
     if host.memory_available_mib is not None and host.memory_available_mib < _MEMORY_LEFT_MIB:
@@ -137,14 +137,14 @@ def ask_cuda(timeout_s: float, command: Sequence[str] = PROBE) -> CudaFacts:
     try:
         printed, _ = process.communicate(timeout=timeout_s)
         if process.returncode:
-            return CudaFacts(failure=f"the process that asks CUDA ended with code {process.returncode}")
+            return CudaFacts(failure=f"the CUDA probe ended with code {process.returncode}")
         return _cuda_facts(json.loads(printed.splitlines()[-1]))
     except subprocess.TimeoutExpired:
-        return CudaFacts(failure=f"CUDA has not answered within {timeout_s:g} s")
+        return CudaFacts(failure=f"CUDA did not respond within {timeout_s:g} s")
     except (ValueError, IndexError, KeyError, TypeError) as error:
-        return CudaFacts(failure=f"the process that asks CUDA printed something else ({error!r})")
+        return CudaFacts(failure=f"the CUDA probe printed unexpected output ({error!r})")
     finally:
-        process.kill()  # nothing, where it has ended
+        process.kill()  # nothing, if it has ended
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that the kernel does not let go is left
             process.wait(1.0)
         if process.stdout is not None:

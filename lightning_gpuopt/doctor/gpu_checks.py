@@ -39,27 +39,28 @@ def torch_check(torch: TorchFacts, nvml: NvmlHealth, cuda: CudaFacts | None) -> 
     reinstall = "reinstall torch with the command that pytorch.org/get-started/locally gives for this driver's CUDA"
     if torch.cuda is None:
         if not measured["gpus"]:
-            return check("note", "no NVIDIA GPU is seen", "Training runs on the CPU here.")
+            return check("note", "no NVIDIA GPU found", "Training runs on the CPU here.")
         return check("problem", f"{count_of_gpus(measured['gpus'])} here", "This torch cannot use them.", reinstall)
     works = cuda is not None and cuda.available  # with NVIDIA's package for forward compatibility an older driver, too
     if nvml.cuda is not None and nvml.cuda[0] < torch.cuda[0] and not works:
         found = f"the driver {nvml.driver} runs CUDA up to {_dotted(nvml.cuda)}"
-        why = f"A driver runs programs of its own major version of CUDA and of older ones, not of CUDA {torch.cuda[0]}."
+        why = f"A driver supports its own major version of CUDA and older ones, not CUDA {torch.cuda[0]}."
         fix = f"update the driver, or install a torch built for CUDA {nvml.cuda[0]} (pytorch.org/get-started/locally)"
         return check("problem", found, why, fix)
     if cuda is None or (not cuda.available and cuda.failure):
-        return not_known("torch", f"{built}; {cuda.failure if cuda else 'its CUDA was not asked'}", measured)
+        return not_known("torch", f"{built}; {cuda.failure if cuda else 'CUDA was not checked'}", measured)
     if not cuda.available:
         if not measured["gpus"]:
-            why = "A build for CUDA on a machine, or in a container, that shows no GPU trains on the CPU."
+            why = "On a machine or in a container without a visible GPU, a CUDA build trains on the CPU."
             fix = "check nvidia-smi; in a container, start it with --gpus all (Docker) or --nv (Apptainer)"
-            return check("problem", "no GPU is seen", why, fix)
+            return check("problem", "no GPU found", why, fix)
         if nvml.visible == ():
-            why, fix = "CUDA_VISIBLE_DEVICES names no GPU that is here.", "unset CUDA_VISIBLE_DEVICES, or name a GPU"
+            why, fix = "CUDA_VISIBLE_DEVICES names no GPU of this machine.", "unset CUDA_VISIBLE_DEVICES, or name a GPU"
             return check("problem", f"{count_of_gpus(measured['gpus'])} here, none visible", why, fix)
         why = (
-            "NVML sees the GPUs and CUDA does not start: a driver and its libraries of two versions, a module that is "
-            "not loaded, a lost GPU; with NVSwitch, no fabric manager (error 802); or a container without CUDA's part."
+            "NVML sees the GPUs but CUDA does not start. Possible reasons: driver and libraries differ in version, a "
+            "kernel module is not loaded, a GPU is lost, no fabric manager runs (NVSwitch, error 802), or a container "
+            "lacks CUDA."
         )
         fix = (
             "sudo modprobe nvidia_uvm; systemctl status nvidia-fabricmanager (NVSwitch); in a container "
@@ -77,7 +78,7 @@ def torch_check(torch: TorchFacts, nvml: NvmlHealth, cuda: CudaFacts | None) -> 
 
 
 def visible_check(nvml: NvmlHealth) -> Check | None:
-    """Which of the machine's GPUs programs see; None where there is nothing to say."""
+    """Which of the machine's GPUs programs see; None if there is nothing to say."""
     count = _physical(nvml)
     if nvml.failure:
         return not_known("gpus", nvml.failure, {"gpus": count} if count else None)
@@ -88,7 +89,7 @@ def visible_check(nvml: NvmlHealth) -> Check | None:
     split = {each.device.index for each in nvml.gpus if each.device.mig_slot is not None}
     whole = len({each.device.index for each in nvml.gpus if each.device.uuid in nvml.visible} | split)
     if whole < count:
-        why = "The others stay idle, unless other jobs use them."
+        why = "The other GPUs stay idle unless other jobs use them."
         found = f"{count_of_gpus(count)} ({names}), {len(nvml.visible)} visible to CUDA programs"
         return Check("gpus", "note", found, measured, why, "CUDA_VISIBLE_DEVICES decides; unset it to use all of them")
     return Check("gpus", "ok", f"{count_of_gpus(count)} ({names}), visible to CUDA programs", measured)
@@ -155,13 +156,13 @@ def _link(values: Mapping[str, float], copies: CopyRates | None) -> Check | None
     at_best = now if loaded is not None else most  # idle, it says less than it can
     slower = f"The link carries {_link_words(at_best, lanes)} of {_link_words(most, lanes_most)}."
     if lanes < lanes_most:
-        why = f"{slower} A GPU seldom lowers its lanes when idle: slot, riser or BIOS give it fewer."
+        why = f"{slower} An idle GPU rarely reduces its lanes: check slot, riser and BIOS."
         return Check("pcie", "problem", found, measured, why, "reseat the card, or use a slot with all its lanes")
     if now < most and loaded is not None:
         fix = "set the slot's generation to auto in the BIOS; check the riser; update the BIOS"
         return Check("pcie", "problem", f"{found} while it copies", measured, slower, fix)
     if now < most:
-        return Check("pcie", "ok", f"{found}; an idle GPU lowers its generation: not a fault by itself", measured)
+        return Check("pcie", "ok", f"{found}; idle GPUs lower the generation; this is normal", measured)
     return Check("pcie", "ok", found, measured)
 
 
@@ -181,7 +182,7 @@ def _power(values: Mapping[str, float], index: int) -> Check | None:
     measured["power_limit_default_w"] = default
     if limit < _LOWER_LIMIT * default:
         why = "Under load the GPU lowers its clocks to stay within the limit."
-        fix = f"sudo nvidia-smi -i {index} -pl {default:.0f} (unless the limit is meant: cooling, the rack's supply)"
+        fix = f"sudo nvidia-smi -i {index} -pl {default:.0f} (unless the limit is intended: cooling, the rack's supply)"
         return Check("power", "problem", f"power limit {limit:.0f} W of {default:.0f} W", measured, why, fix)
     return Check("power", "ok", f"power limit {limit:.0f} W, the default is {default:.0f} W", measured)
 
@@ -199,17 +200,17 @@ def _clocks(values: Mapping[str, float], index: int) -> Check | None:
     measured["slowed_down"] = bool(values["slowed_percent"])
     if values["slowed_percent"]:
         why = "The hardware lowers the clocks: it is too hot, or the board's power brake is on."
-        fix = f"see what nvidia-smi -i {index} -q -d PERFORMANCE,TEMPERATURE says; mend cooling or power supply"
+        fix = f"check nvidia-smi -i {index} -q -d PERFORMANCE,TEMPERATURE; fix cooling or power supply"
         return Check("clocks", "problem", f"{found}, slowed down now", measured, why, fix)
     if values.get("clock_set_percent"):
-        why = "The clock for applications is set lower than the GPU's highest, by somebody or by the board's default."
+        why = "The applications clock is set below the GPU's maximum, by a user or by the board's default."
         fix = (
-            f"sudo nvidia-smi -i {index} -rac (to the default); nvidia-smi -i {index} -q -d CLOCK shows what is set, "
-            f"-ac MEMORY,GRAPHICS sets more"
+            f"sudo nvidia-smi -i {index} -rac (to the default); nvidia-smi -i {index} -q -d CLOCK shows the setting, "
+            "-ac MEMORY,GRAPHICS raises it"
         )
         return Check("clocks", "note", f"{found}, by a setting", measured, why, fix)
     if values.get("power_capped_percent"):
-        why = "It works at its power limit, as busy GPUs do. A program is running on it now."
+        why = "It runs at its power limit, as busy GPUs do. A program is using it now."
         return Check("clocks", "note", f"{found}, at its power limit", measured, why)
     return Check("clocks", "ok", f"{found}, not slowed down", measured)
 
@@ -219,7 +220,7 @@ def _persistence(values: Mapping[str, float], index: int) -> Check | None:
         return None
     if values["persistence"]:
         return Check("persistence", "ok", "persistence mode is on", {"persistence": True})
-    why = "When nobody uses the GPU the driver unloads: each program's start takes a second or more longer."
+    why = "The driver unloads when no program uses the GPU: each program then takes a second or more longer to start."
     fix = f"sudo nvidia-smi -i {index} -pm 1, or run nvidia-persistenced"
     return Check("persistence", "note", "persistence mode is off", {"persistence": False}, why, fix)
 
@@ -247,10 +248,10 @@ def _mig(values: Mapping[str, float], index: int, has_instances: bool) -> Check 
         return None
     measured = {"mig": True, "instances": has_instances}
     if not has_instances:
-        why = "A GPU in MIG mode without instances is of no use to CUDA programs."
-        fix = f"sudo nvidia-smi -i {index} -mig 0, or make instances (nvidia-smi mig -cgi ... -C)"
-        return Check("mig", "problem", "MIG mode is on and there is no instance", measured, why, fix)
-    why = "A CUDA program sees one instance: a part of the GPU's memory and multiprocessors."
+        why = "CUDA programs cannot use a GPU in MIG mode without instances."
+        fix = f"sudo nvidia-smi -i {index} -mig 0, or create instances (nvidia-smi mig -cgi ... -C)"
+        return Check("mig", "problem", "MIG mode is on but no instance exists", measured, why, fix)
+    why = "A CUDA program sees one instance: part of the GPU's memory and multiprocessors."
     return Check("mig", "note", "MIG mode is on: the GPU is split", measured, why)
 
 
@@ -263,7 +264,7 @@ def _others(values: Mapping[str, float], index: int) -> Check | None:
     words += [f"{filled:.0f} % of its memory in use"] if filled is not None else []
     found = ", ".join(words)
     if (busy or 0.0) >= _OTHERS_PERCENT or (filled or 0.0) >= _OTHERS_PERCENT:
-        why = "Another program uses this GPU now: it takes turns with yours."
+        why = "Another program uses this GPU now and shares its time with yours."
         return Check("others", "note", found, measured, why, f"nvidia-smi -i {index} lists the programs")
     return Check("others", "ok", found, measured)
 

@@ -42,23 +42,23 @@ def _cpus(host: HostFacts, gpus: int) -> Check:
         measured["quota_cpus"] = host.quota_cpus
     if host.throttled_percent is not None:
         measured["throttled_percent"] = round(host.throttled_percent, 1)
-    found = f"{_count(usable)} of {host.machine_cpus} CPUs may be used"
+    found = f"{_count(usable)} of {host.machine_cpus} CPUs are usable"
     if host.affinity_cpus == 1 < host.machine_cpus:
-        why = "The training process and all its workers take turns on one CPU."
-        fix = "ask for more (srun --cpus-per-task, --cpuset-cpus, taskset); unset GOMP_CPU_AFFINITY and OMP_PROC_BIND"
+        why = "The training process and all its workers share one CPU."
+        fix = "request more (srun --cpus-per-task, --cpuset-cpus, taskset); unset GOMP_CPU_AFFINITY and OMP_PROC_BIND"
         return Check("cpus", "problem", f"{found}: this process is bound to one", measured, why, fix)
     if gpus and usable < _CPUS_A_GPU * gpus:
         why = "Each GPU needs a CPU for its training process, and more for its workers."
-        fix = "ask for more CPUs (--cpus, --cpus-per-task, the pod's limits.cpu), or decode on the GPU (DALIDataModule)"
+        fix = "request more CPUs (--cpus, --cpus-per-task, the pod's limits.cpu), or decode on the GPU (DALIDataModule)"
         return Check("cpus", "problem", f"{found}, for {count_of_gpus(gpus)}", measured, why, fix)
     if (host.throttled_percent or 0.0) >= _THROTTLED_PERCENT:
-        why = "The cgroup's quota stops its processes: workers and the training process stand still meanwhile."
-        found = f"{found}; the quota has stopped them in {host.throttled_percent:.0f} % of its periods"
+        why = "The cgroup's quota throttles its processes: the workers and the training process stop meanwhile."
+        found = f"{found}; the quota throttled them in {host.throttled_percent:.0f} % of its periods"
         fix = "raise the quota (--cpus, limits.cpu), or start fewer workers"
         return Check("cpus", "problem", found, measured, why, fix)
     if host.quota_cpus is not None and host.quota_cpus < host.affinity_cpus:
-        why = f"os.cpu_count() says {host.machine_cpus}: numbers of workers and threads made from it are too large."
-        fix = f"num_workers and OMP_NUM_THREADS by {_count(usable)} CPUs: lightning-gpuopt find-workers measures it"
+        why = f"os.cpu_count() returns {host.machine_cpus}: worker and thread counts derived from it are too large."
+        fix = f"set num_workers and OMP_NUM_THREADS for {_count(usable)} CPUs; lightning-gpuopt find-workers helps"
         return Check("cpus", "note", f"{found}: a cgroup quota", measured, why, fix)
     return Check("cpus", "ok", found, measured)
 
@@ -70,8 +70,8 @@ def _free(host: HostFacts) -> Check:
     measured = {"free_cpus": round(free, 1), "usable_cpus": round(usable, 2)}
     found = f"{free:.1f} of {_count(usable)} CPUs are idle"
     if free < _BUSY_SHARE * usable:
-        why = "Other programs use them: workers wait for a CPU, and what is measured here now is too slow."
-        fix = "see who it is with top; measure again when they are idle"
+        why = "Other programs use the rest: workers wait for a CPU, and measurements made now are too slow."
+        fix = "find them with top; measure again when the CPUs are idle"
         return Check("free_cpus", "note", found, measured, why, fix)
     return Check("free_cpus", "ok", found, measured)
 
@@ -82,12 +82,12 @@ def _threads(host: HostFacts, torch: TorchFacts) -> Check:
     for name, value in (("omp_num_threads", host.omp_num_threads), ("mkl_num_threads", host.mkl_num_threads)):
         if value is not None:
             measured[name] = value
-    found = f"torch uses {torch.threads} threads for an operation on {_count(host.usable_cpus)} CPUs"
+    found = f"torch uses {torch.threads} threads per operation on {_count(host.usable_cpus)} CPUs"
     asked = _number(host.omp_num_threads)
     if asked > max(torch.threads, usable):  # torch may use fewer all the same, other libraries do not
         found += f", OMP_NUM_THREADS is {asked}"
     if max(torch.threads, asked) > usable:
-        why = "More threads than CPUs wait for one another; libraries in workers (OpenCV, NumPy) start as many in each."
+        why = "More threads than CPUs wait for each other; libraries (OpenCV, NumPy) start as many in every worker."
         fix = f"export OMP_NUM_THREADS={usable} MKL_NUM_THREADS={usable}"
         return Check("threads", "problem", found, measured, why, fix)
     return Check("threads", "ok", found, measured)
@@ -99,11 +99,11 @@ def _shared_memory(host: HostFacts) -> Check:
     measured = {"shm_total_mib": round(host.shm_total_mib), "shm_free_mib": round(host.shm_free_mib)}
     found = f"/dev/shm: {_mib(host.shm_free_mib)} free of {_mib(host.shm_total_mib)}"
     if host.shm_free_mib < _MIN_SHM_MIB:
-        why = "Workers send batches through it; what does not fit kills them with a bus error."
+        why = "Workers send batches through it; a batch that does not fit kills its worker with a bus error."
         if host.shm_total_mib < _MIN_SHM_MIB:
             fix = "docker run --shm-size=16g (or --ipc=host); in a pod an emptyDir with medium: Memory at /dev/shm"
         else:
-            fix = "remove what others have left there: ls -l /dev/shm"
+            fix = "remove leftover files: ls -l /dev/shm"
         return Check("shared_memory", "problem", found, measured, why, fix)
     return Check("shared_memory", "ok", found, measured)
 
@@ -115,9 +115,9 @@ def _files(host: HostFacts, torch: TorchFacts) -> Check:
     if host.files_limit is None:
         return Check("open_files", "ok", "no limit of open files", measured)
     measured["files_limit"] = host.files_limit
-    found = f"{host.files_limit} open files are allowed, {workers} workers take about {wanted}"
+    found = f"{host.files_limit} open files are allowed, {workers} workers need about {wanted}"
     if host.files_limit - (host.files_open or 0) < wanted:
-        why = f"With torch's sharing strategy {torch.sharing} each tensor of a batch on its way is an open file."
+        why = f"With torch's sharing strategy {torch.sharing} each tensor of a batch in flight is an open file."
         fix = "ulimit -n 65536 (limits.conf, or docker --ulimit nofile)"
         return Check("open_files", "problem", found, measured, why, fix)
     return Check("open_files", "ok", found, measured)
@@ -125,22 +125,22 @@ def _files(host: HostFacts, torch: TorchFacts) -> Check:
 
 def _memory(host: HostFacts) -> Check:
     if host.memory_available_mib is None:
-        return not_known("memory", "the system does not tell")
+        return not_known("memory", "the system does not report it")
     measured = {"memory_available_mib": round(host.memory_available_mib)}
     found = f"{_mib(host.memory_available_mib)} of memory available"
     if host.memory_total_mib is not None:
         measured["memory_total_mib"] = round(host.memory_total_mib)
         found += f", the machine has {_mib(host.memory_total_mib)}"
     if host.memory_available_mib < _MIN_MEMORY_MIB:
-        why = "Each worker takes a few hundred MiB; what does not fit is swapped, or killed."
-        return Check("memory", "problem", found, measured, why, "free memory, or raise the container's limit")
+        why = "Each worker needs a few hundred MiB; if memory runs out, processes are swapped out or killed."
+        return Check("memory", "problem", found, measured, why, "free some memory, or raise the container's limit")
     return Check("memory", "ok", found, measured)
 
 
 def _memory_rates(host: HostFacts) -> Check:
     rates = host.memory_rates
     if rates is None:
-        return not_known("memory_bandwidth", "there is too little memory to copy 256 MiB of it")
+        return not_known("memory_bandwidth", "there is too little memory for a copy of 256 MiB")
     measured = {
         "one_thread_gb_s": round(rates.one_thread_gb_s, 1),
         "all_threads_gb_s": round(rates.all_threads_gb_s, 1),
@@ -153,7 +153,7 @@ def _memory_rates(host: HostFacts) -> Check:
 
 
 def _number(variable: str | None) -> int:
-    """What an OpenMP variable asks for at the outermost level; 0 where it asks for nothing."""
+    """What an OpenMP variable asks for at the outermost level; 0 if it asks for nothing."""
     first = (variable or "").partition(",")[0].strip()
     return int(first) if first.isdecimal() else 0
 

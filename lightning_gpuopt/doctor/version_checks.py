@@ -43,7 +43,7 @@ def _lightning(versions: Mapping[str, str]) -> Check:
     if bad:
         why = "These uploads were compromised (GHSA-w37p-236h-pfx3): they steal credentials."
         pins = " ".join(f'"{name}!=2.6.2,!=2.6.3"' for name in bad)
-        fix = f"pip install -U {pins}; then change the keys and tokens that this machine holds"
+        fix = f"pip install -U {pins}; then replace all keys and tokens on this machine"
         return Check("versions", "problem", found, measured, why, fix)
     return Check("versions", "ok", found, measured)
 
@@ -56,9 +56,9 @@ def _nvml(versions: Mapping[str, str]) -> Check:
         return Check("nvml_binding", "ok", found or "nvidia-ml-py is not installed", measured)
     fix = "pip uninstall pynvml; pip install --force-reinstall nvidia-ml-py"
     if int(re.match(r"\d*", old)[0] or 0) < 12:  # type: ignore[index]
-        why = "The distribution pynvml is deprecated, and before 12 it has a module of the same name as nvidia-ml-py's."
+        why = "The distribution pynvml is deprecated, and before 12 its module has the name of nvidia-ml-py's."
         return Check("nvml_binding", "problem", found, measured, why, fix)
-    why = "The distribution pynvml is deprecated; torch warns of it."
+    why = "The distribution pynvml is deprecated; torch warns about it."
     return Check("nvml_binding", "note", found, measured, why, fix)
 
 
@@ -69,7 +69,7 @@ def _dali(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> C
     measured = {name.replace("-", "_"): versions[name] for name in installed}
     found = ", ".join(f"{name} {versions[name]}" for name in installed)
     if len(installed) > 1:
-        why = "They write into the same folder: which files are there depends on the order of installation."
+        why = "They install into the same folder: the last one installed overwrites the other's files."
         extra = "dali" if driver_cuda is not None and driver_cuda[0] < 13 else "dali-cuda13"
         fix = f'pip uninstall {" ".join(installed)}; pip install "lightning-gpuopt[{extra}]"'
         return Check("dali", "problem", found, measured, why, fix)

@@ -76,7 +76,7 @@ def within_limit(width: int, height: int) -> bool:
 def shrink_image(data: bytes, size: int, quality: int) -> bytes:
     """Bring an image file's shorter side down to `size` pixels, as an upright RGB JPEG; a smaller one stays as it came.
 
-    Bilinear with antialiasing, the longer side floored (as torchvision does). BadImage where it cannot be decoded.
+    Bilinear with antialiasing, the longer side floored (as torchvision does). BadImage if it cannot be decoded.
     """
     with pil_errors(data), Image.open(io.BytesIO(data)) as opened:
         if min(opened.size) <= size:

@@ -59,7 +59,7 @@ def measure_images(
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = 0.5,
 ) -> ImageCosts | None:
-    """Measure what images cost, in about `budget_s` and without global random state; None where none can be decoded.
+    """Measure what images cost, in about `budget_s` and without global random state; None if none can be decoded.
 
     The first 16 are measured; one that cannot be read (`read` gives None) or decoded is skipped. `crop_size` None is
     224, as most models have it.

@@ -36,7 +36,7 @@ _UPRIGHT: Final = {
 def decode_pil(data: bytes | memoryview, mode: str | None = None) -> Image.Image:
     """Decode an image file to an upright RGB image, or one of PIL's `mode` exactly as it was written.
 
-    OSError where it cannot be decoded (PIL's errors; `SyntaxError` and `ValueError` for some formats).
+    OSError if it cannot be decoded (PIL's errors; `SyntaxError` and `ValueError` for some formats).
     """
     image: Image.Image = Image.open(io.BytesIO(data))
     image.load()
@@ -132,7 +132,7 @@ def is_swapped(orientation: int) -> bool:
 
 
 def jpeg_size(data: bytes | memoryview) -> tuple[int, int, int] | None:
-    """Height and width as stored, and EXIF orientation (1: upright); None where it is no JPEG, or a doubtful one."""
+    """Height and width as stored, and EXIF orientation (1: upright); None if it is no JPEG, or a doubtful one."""
     size = jpeg.sure_size(data) if data[:3] == jpeg.MAGIC else None
     return (*size, _orientation(data)) if size is not None and within_limit(*size) else None
 

@@ -79,7 +79,7 @@ class ImageFiles:
     """The image files below a folder; hidden files and folders are left out."""
 
     path: str
-    # names of the subfolders, index by label; None where images lie in the folder itself
+    # names of the subfolders, index by label; None if images lie in the folder itself
     classes: tuple[str, ...] | None
     folders: list[str]  # that hold images, relative to `path`
     _labels: array[int]  # by folder
@@ -151,15 +151,15 @@ def read_file(path: str) -> bytes:
 
 
 def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, progress: bool = False) -> ImageFiles:
-    """Find the image files of a folder; from a list that is kept, where no folder has changed since.
+    """Find the image files of a folder; from a list that is kept, if no folder has changed since.
 
-    Without `need_classes`, where some lie in the folder itself, all images below it are taken, without classes.
+    Without `need_classes`, if some lie in the folder itself, all images below it are taken, without classes.
     Progress shows on stderr after a second. FileNotFoundError, NotADirectoryError, ValueError (no image where it should
     be).
     """
     folder = os.path.abspath(os.fspath(path))
     if not os.path.exists(folder):
-        raise FileNotFoundError(f"{os.fspath(path)}: there is no such folder; give the path of a folder of images")
+        raise FileNotFoundError(f"{os.fspath(path)}: there is no such folder; pass the path of a folder of images")
     if not os.path.isdir(folder):
         raise NotADirectoryError(f"{os.fspath(path)}: expected a folder of images, got a file")
     top, loose = class_names(folder)
@@ -168,7 +168,7 @@ def find_images(path: str | os.PathLike[str], *, need_classes: bool = True, prog
         raise ValueError(_no_classes(os.fspath(path), loose))
     if labelled and loose:
         warnings.warn(
-            f"{path}: {len(loose)} images next to the class subfolders ({_some(loose)}) have no class and are left out",
+            f"{path}: {len(loose)} images next to the class subfolders ({_some(loose)}) have no class and are skipped",
             stacklevel=2,
         )
     key = [_CACHE_VERSION, os.path.realpath(folder), labelled, sorted(image_extensions())]
@@ -220,10 +220,10 @@ def _warn_of_others(found: ImageFiles) -> None:
     if found.others:
         numbers = sorted(found.others.items(), key=lambda each: (-each[1], each[0]))
         text = ", ".join(f"{number} {extension or 'without extension'}" for extension, number in numbers)
-        warnings.warn(f"{found.path}: files that PIL cannot open by their names are left out: {text}", stacklevel=3)
+        warnings.warn(f"{found.path}: files whose names PIL does not recognise are skipped: {text}", stacklevel=3)
     if found.not_entered:
         warnings.warn(
-            f"{found.path}: left out, since they are no regular files, or folders that are among the others already: "
+            f"{found.path}: skipped, since they are not regular files, or are folders already included: "
             f"{_some(found.not_entered)} ({len(found.not_entered)})",
             stacklevel=3,
         )
@@ -357,7 +357,7 @@ def _no_classes(path: str, loose: list[str]) -> str:
     if loose:
         return (
             f"{path}: {len(loose)} images, but no class subfolders; expected PATH/<class>/<image>: move them into a "
-            "subfolder, or give a Dataset"
+            "subfolder, or pass a Dataset"
         )
     return f"{path}: expected class subfolders with images in them, found none"
 

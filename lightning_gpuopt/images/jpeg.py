@@ -53,7 +53,7 @@ def decode_upper(
 
 
 def orientation_of(data: bytes | memoryview) -> int | None:
-    """The EXIF orientation (1-8) of a JPEG file; 1 where there is none, None where only PIL can say which it is.
+    """The EXIF orientation (1-8) of a JPEG file; 1 if there is none, None if only PIL can say which it is.
 
     Reads the segments before the image data (JPEG: ITU-T T.81, annex B; EXIF 2.3, section 4.5). PIL is asked where the
     orientation is not written as that standard has it, or in XMP only.

@@ -48,7 +48,7 @@ class Normalize:
 
     @classmethod
     def of(cls, argument: Any) -> Normalize:
-        """What a user's ``normalize=(mean, std)`` asks for; ValueError where it is not that, with std above 0."""
+        """What a user's ``normalize=(mean, std)`` asks for; ValueError if it is not that, with std above 0."""
         try:
             mean, std = argument
             mean, std = [float(m) for m in mean], [float(s) for s in std]

@@ -18,7 +18,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """An image as PIL has opened and loaded it, upright and in RGB, 8 bits a channel.
 
     Grey values of more than 8 bits are scaled by the largest one that the file can hold: 16 bits of a PNG, the maximum
-    of a PGM, a TIFF's bits. Where there is none (floating point, whole numbers of 32 bits in other formats), values are
+    of a PGM, a TIFF's bits. If there is none (floating point, whole numbers of 32 bits in other formats), values are
     cut at 0 and 255, with a warning.
     """
     wide = image.mode[0] in "IF"
@@ -31,15 +31,15 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return Image.fromarray((np.maximum(values, 0) >> (bits - 8)).astype(np.uint8)).convert("RGB")
     if wide:
         warnings.warn(
-            f"grey values of PIL's mode {image.mode} have no largest one in a {image.format} file: they are cut at 0 "
-            "and 255; write them as 8 or 16 bits",
+            f"grey values of PIL's mode {image.mode} have no maximum in a {image.format} file: they are clipped to 0 "
+            "to 255; write them as 8 or 16 bits",
             stacklevel=2,
         )
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def _grey_bits(image: Image.Image) -> int | None:
-    """Bits of the values from 0 on; None where the file has no largest value."""
+    """Bits of the values from 0 on; None if the file has no largest value."""
     if image.format == "TIFF":
         tags: Any = image.tag_v2  # type: ignore[attr-defined]
         return None if image.mode == "F" else int(tags[_BITS][0]) - (tags.get(_SAMPLE_FORMAT) == (_SIGNED,))

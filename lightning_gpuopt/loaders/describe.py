@@ -52,7 +52,7 @@ def _read(found: Facts, notes: list[str], what: str, read: Callable[[], Facts]) 
         found |= read()
     except Exception:  # whatever a loader of somebody's own, or another version of a library, does not like about it
         log.debug("%s is not as expected", what, exc_info=True)
-        notes.append(f"Some of what {what} is could not be read: it is not as expected.")
+        notes.append(f"Part of {what} could not be read: it is not as expected.")
 
 
 def _read_library(found: Facts, notes: list[str], library: LibraryFacts, read: Callable[[], Facts]) -> None:
@@ -63,7 +63,7 @@ def _read_library(found: Facts, notes: list[str], library: LibraryFacts, read: C
     if version.startswith(library.version):
         _read(found, notes, f"{names[1]} {version}", read)
     else:
-        notes.append(f"What is special about {names[1]} {version} was not looked at: this version is not known.")
+        notes.append(f"Details of {names[1]} {version} were not read: this version is unknown.")
 
 
 def _length(loader: Any) -> int | None:
@@ -98,7 +98,7 @@ def _of_dataloader(loader: DataLoader[Any], iterator: Any) -> Facts:
 
 
 def _datamodule_for(loader: DataLoader[Any]) -> str | None:
-    """Which of our DataModules would read a map-style dataset sample by sample; None where none would, or one does."""
+    """Which of our DataModules would read a map-style dataset sample by sample; None if none would, or one does."""
     collate_fn = getattr(loader.collate_fn, "collate_fn", loader.collate_fn)  # behind what times it
     if type(loader) is not DataLoader or collate_fn is not default_collate or loader.batch_size is None:
         return None
@@ -118,18 +118,18 @@ def _count_idle(found: Facts, notes: list[str]) -> None:
         found["idle_workers"] = workers - batches
         notes.append(
             f"An epoch has {batches} batches, fewer than the {workers} workers of its loader: {workers - batches} of "
-            f"them are started for nothing. num_workers={batches} is enough."
+            f"them are not needed. num_workers={batches} is enough."
         )
     elif shards is not None and workers > shards:
         found["idle_workers"] = workers - shards
         notes.append(
             f"The stream has {shards} shards for this rank, and its loader {workers} workers: {workers - shards} of "
-            f"them have none to read. num_workers={shards} is enough, or divide the data into more shards."
+            f"them have nothing to read. num_workers={shards} is enough, or divide the data into more shards."
         )
     elif shards is not None and workers and shards % workers:
         notes.append(
-            f"The {shards} shards of the stream do not divide evenly among the {workers} workers of its loader: those "
-            "that read one less are idle at the end of an epoch."
+            f"The {shards} shards of the stream do not divide evenly among the {workers} workers of its loader: "
+            "workers with one shard fewer are idle at the end of an epoch."
         )
 
 

@@ -43,7 +43,7 @@ class SeenLoader:
 
     @property
     def inner(self) -> DataLoader[Any] | None:
-        """The DataLoader that makes its batches: itself, or one inside it; None where there is none, or no more."""
+        """The DataLoader that makes its batches: itself, or one inside it; None if there is none, or no more."""
         return self._inner()
 
     @property
@@ -127,7 +127,7 @@ class LoaderRegistry:
         return undo
 
     def find(self, loader: Any) -> SeenLoader | None:
-        """What is known of a loader; None where it was made ready before anybody subscribed."""
+        """What is known of a loader; None if it was made ready before anybody subscribed."""
         return next((each for each in self._seen if each.loader is loader or each.inner is loader), None)
 
     @property

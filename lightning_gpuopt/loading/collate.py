@@ -1,4 +1,4 @@
-"""Batches from samples, in the memory format that is asked for."""
+"""Makes batches from samples in the requested memory format."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Collate:
         self.names = names
 
     def __call__(self, samples: list[Any]) -> Any:
-        """A batch of samples; RuntimeError, with their names, where they do not go together or cannot be batched."""
+        """A batch of samples; RuntimeError, with their names, if they do not go together or cannot be batched."""
         how = _CHANNELS_LAST if self.memory_format == "channels_last" else _CONTIGUOUS
         try:
             return collate(samples, collate_fn_map=how)
@@ -50,13 +50,13 @@ class Collate:
         if other is not None:
             return (
                 f"the samples of a batch differ in type or shape: {self._name(0)} is {contents[0]}, "
-                f"{self._name(other)} is {contents[other]}; bring them to one size and type in the transform (or by "
-                "crop_size=), or give a collate_fn that takes them as they are"
+                f"{self._name(other)} is {contents[other]}; bring them to one size and type in the transform (or with "
+                "crop_size=), or pass a collate_fn that accepts them"
             )
         if "PIL image" in contents[0]:
             return (
-                f"PIL images cannot be batched: {self._name(0)} is {contents[0]}; give decode='tensor', a transform "
-                "that makes tensors, or a collate_fn"
+                f"PIL images cannot be batched: {self._name(0)} is {contents[0]}; use decode='tensor', a transform "
+                "that returns tensors, or a collate_fn"
             )
         return None
 
@@ -93,7 +93,7 @@ def _stack(batch: Any, *, collate_fn_map: Any = None, channels_last: bool) -> to
 def _stacked(tensors: list[Any]) -> torch.Tensor:
     """What torch's own gives, in one thread.
 
-    Where torch has several (a worker has one), a large copy is shared among them by OpenMP, and the training process
+    If torch has several (a worker has one), a large copy is shared among them by OpenMP, and the training process
     waits for each: tens of milliseconds where a core is busy.
     """
     first = tensors[0]

@@ -14,7 +14,7 @@ The class of a dataset may offer any of these; none has to:
 - ``targets``: the label of each sample, without reading the samples.
 - ``as_written``: where in a sample arrays, tensors and masks lie that come as they were written: these are never
   normalised. An array or tensor that is the sample's image (``images/normalize.py``) is none of them.
-- ``encoded_image(index)``: the bytes of a sample's image file, for decoders outside Python; None where it has none.
+- ``encoded_image(index)``: the bytes of a sample's image file, for decoders outside Python; None if it has none.
 - ``sample_name(index)``: what users call a sample, such as its file's path.
 """
 
@@ -34,14 +34,14 @@ Indices: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def with_decoder(dataset: Any, decoder: Decoder) -> Any:
-    """A copy of a dataset, all of whose images go through `decoder`; None where that cannot be."""
+    """A copy of a dataset, all of whose images go through `decoder`; None if that cannot be."""
     if not all(offers(leaf, "with_decoder") for leaf in leaves(dataset)):
         return None
     return _mapped(dataset, lambda leaf: leaf.with_decoder(decoder))
 
 
 def for_loader(dataset: Any) -> Any:
-    """A copy of a dataset that a loader reads sample by sample; None where it is not known to be read so."""
+    """A copy of a dataset that a loader reads sample by sample; None if it is not known to be read so."""
     if not all(offers(leaf, "for_loader") and not _has_batches_of_its_own(leaf) for leaf in leaves(dataset)):
         return None
     return _mapped(dataset, lambda leaf: leaf.for_loader())
@@ -207,7 +207,7 @@ def as_written(dataset: Any) -> set[tuple[int | str, ...]]:
 
 
 def mean_bytes(dataset: Any) -> int | None:
-    """Bytes that a stored sample has in the mean; None where a dataset has none in one file, or does not know."""
+    """Bytes that a stored sample has in the mean; None if a dataset has none in one file, or does not know."""
     total = samples = 0
     for leaf in leaves(dataset):
         known = getattr(getattr(leaf, "info", None), "num_bytes", None)
@@ -219,7 +219,7 @@ def mean_bytes(dataset: Any) -> int | None:
 
 
 def targets_of(dataset: Any) -> np.ndarray[Any, Any]:
-    """The label of each sample, without reading the samples; TypeError where the dataset does not know."""
+    """The label of each sample, without reading the samples; TypeError if the dataset does not know."""
     if isinstance(dataset, Subset) and _finds_as(dataset, Subset):
         return targets_of(dataset.dataset)[positions(dataset)]
     if isinstance(dataset, ConcatDataset) and _finds_as(dataset, ConcatDataset):
@@ -227,17 +227,17 @@ def targets_of(dataset: Any) -> np.ndarray[Any, Any]:
     found = getattr(dataset, "targets", None)
     if found is None:
         raise TypeError(
-            f"a {type(dataset).__name__} has no targets; give weights as numbers, or a dataset with an attribute "
+            f"a {type(dataset).__name__} has no targets; pass weights as numbers, or a dataset with an attribute "
             "`targets` (the label of each sample)"
         )
     return np.asarray(found)
 
 
 def balanced_weights(targets: np.ndarray[Any, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """For each sample the inverse of how many have its label (float64); ValueError where one is no single value."""
+    """For each sample the inverse of how many have its label (float64); ValueError if one is no single value."""
     if targets.ndim != 1 or targets.dtype.kind not in "biufU":
         raise ValueError(
-            f"weights='balanced' wants one label a sample, a number or a text; got {targets.dtype} of shape "
+            f"weights='balanced' needs one label per sample, a number or a text; got {targets.dtype} of shape "
             f"{targets.shape[1:]}"
         )
     _, inverse, counts = np.unique(targets, return_inverse=True, return_counts=True)

@@ -1,4 +1,4 @@
-"""DataLoaders over any map-style dataset: the elastic order, and batches made in one go where the dataset can."""
+"""DataLoaders over any map-style dataset in elastic order, with whole batches read at once if the dataset can."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
         return {**vars(self), "_iterator": None}
 
     def _get_iterator(self) -> Any:
-        """Loader processes that fill batches sample by sample, where that can be; else torch's iterator."""
+        """Loader processes that fill batches sample by sample, if possible; else torch's iterator."""
         if not self.num_workers or not can_serve(self):
             return super()._get_iterator()
         if not can_share():
@@ -105,8 +105,8 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
 @cache
 def _say_that_nothing_is_shared() -> None:
     rank_zero_info(
-        "DataLoader workers load: this system has no memory files (memfd_create, in Linux since 3.17), in which loader "
-        "processes could fill batches"
+        "DataLoader workers load: this system has no memory files (memfd_create, Linux 3.17 or later) for loader "
+        "processes to fill batches in"
     )
 
 
@@ -155,7 +155,7 @@ def make_loader(
     """A loader for any map-style dataset in an elastic order; what a dataset may offer is in `loading/datasets.py`.
 
     `num_workers` are loader processes, or torch's workers where samples have no fixed layout in a batch; None: none
-    where batches are gathered faster without, else as are best for `workers_if_needed` CPUs. Without `skipped`
+    if batches are gathered faster without, else as are best for `workers_if_needed` CPUs. Without `skipped`
     unreadable samples are errors. `memory_format` is of images that this package decodes. TypeError: `crops`, but the
     dataset lets nobody else decode its images.
     """

@@ -1,4 +1,4 @@
-"""A folder of image files as a map-style dataset, read as it is."""
+"""A folder of image files as a map-style dataset, without conversion."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ImageFolder(Dataset[Any]):
         return f"ImageFolder({str(self.path)!r}, {len(self)} images{classes}, decode={self.decode!r})"
 
     def __getitem__(self, index: int) -> Any:
-        """A sample; OSError where its file cannot be read, CorruptSampleError where it cannot be decoded."""
+        """A sample; OSError if its file cannot be read, CorruptSampleError if it cannot be decoded."""
         size = len(self.files)
         at = index + size if index < 0 else index
         if not 0 <= at < size:
@@ -85,7 +85,7 @@ class ImageFolder(Dataset[Any]):
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of the classes, index by label; None where there are none."""
+        """Names of the classes, index by label; None if there are none."""
         return None if self.files.classes is None else list(self.files.classes)
 
     @property

@@ -115,7 +115,7 @@ class Order:
         if self._cumulated is not None:
             draws = _splitmix_all(_splitmix_all(positions.astype(np.uint64)) ^ np.uint64(key))
             uniform = (draws >> np.uint64(11)).astype(np.float64) * 2.0**-53 * self._cumulated[-1]
-            # The draw lies below the total, except where rounding takes it there.
+            # The draw lies below the total, except if rounding takes it there.
             last = int(np.searchsorted(self._cumulated, self._cumulated[-1]))
             drawn: Indices = np.minimum(np.searchsorted(self._cumulated, uniform, side="right"), last)
             return drawn

@@ -1,4 +1,4 @@
-"""Which samples a rank gets at which step, resumable on any number of ranks."""
+"""Decides which samples a rank gets at each step; resumable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class ElasticSampler(DistributedSampler[int]):
     """Gives each rank its share of each step, and goes on from any sample of an epoch on any number of ranks.
 
     Every sample of an epoch goes to one rank, once: where the samples do not divide evenly, the last batches are
-    smaller, and all ranks still have the same number of them. Only where that cannot be had (fewer samples than ranks,
-    or batches of one without `larger_last`) do samples go to more than one rank; `padding` tells how many. It is a
-    `DistributedSampler` so that Lightning leaves it in place. Where nobody ever calls `set_epoch`, as in a plain loop,
-    each iteration is the next epoch, as with a `RandomSampler`.
+    smaller, and all ranks still have the same number of them. Only if that is impossible (fewer samples than ranks, or
+    batches of one without `larger_last`), samples go to more than one rank; `padding` is their number. It is a
+    `DistributedSampler` so that Lightning leaves it in place. If `set_epoch` is never called, as in a plain loop, each
+    iteration is the next epoch, as with a `RandomSampler`.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class ElasticSampler(DistributedSampler[int]):
             self.on_epoch(self.num_batches())
 
     def resume(self, epoch: int, consumed: int, steps: int) -> None:
-        """Begin in the middle of an epoch (others are whole); where nothing is left of it, with the next.
+        """Begin in the middle of an epoch (others are complete); if nothing is left of it, begin with the next.
 
         `consumed` samples are those of all ranks; `steps` took them, and count in ``len`` so that it agrees with the
         Trainer's progress.
@@ -121,7 +121,7 @@ class ElasticSampler(DistributedSampler[int]):
         self._has_begun = False
 
     def follow(self, before: ElasticSampler) -> bool:
-        """Go on after the sampler of an earlier loader; False where epochs are set, or it was never iterated."""
+        """Go on after the sampler of an earlier loader; False if epochs are set, or it was never iterated."""
         if before._is_set or not before._has_begun:
             return False
         self._start, self.epoch, self._has_begun = before._start, before.epoch, True

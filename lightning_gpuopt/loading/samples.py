@@ -66,7 +66,7 @@ class EpochSamples(Dataset[Any]):
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """A batch without its unreadable samples; CorruptSampleError where none is left, or none may be skipped."""
+        """A batch without its unreadable samples; CorruptSampleError if none is left, or none may be skipped."""
         epoch, first = (indices.epoch, indices.first) if isinstance(indices, BatchIndices) else (0, 0)
         self.read_ahead(indices)
         samples = []
@@ -86,7 +86,7 @@ class EpochSamples(Dataset[Any]):
         datasets.read_ahead(self.dataset, indices)
 
     def read(self, index: int, epoch: int, position: int) -> Any:
-        """A sample at a position of an epoch, or `Skipped`; CorruptSampleError where unreadable ones are errors."""
+        """A sample at a position of an epoch, or `Skipped`; CorruptSampleError if unreadable ones are errors."""
         if self.crops is not None:
             self.crops.begin(mix(self.seed, epoch, position))
         if self.seeds:
@@ -186,7 +186,7 @@ class SkippedSamples:
             return
         reason = reason_of(error).removeprefix(f"{name}: ")
         if not self._added:
-            warnings.warn(f"{name} cannot be read and is left out: {reason}", stacklevel=3)
+            warnings.warn(f"{name} cannot be read and is skipped: {reason}", stacklevel=3)
         self._added.add(name)
         row = io.StringIO()
         csv.writer(row).writerow((name, reason))
@@ -194,7 +194,7 @@ class SkippedSamples:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            warnings.warn(f"{self.path}: samples that are left out cannot be listed there: {error}", stacklevel=3)
+            warnings.warn(f"{self.path}: skipped samples cannot be listed there: {error}", stacklevel=3)
             return
         try:
             os.write(file, row.getvalue().encode("utf-8", "backslashreplace"))  # appended whole, whoever else writes
@@ -211,8 +211,8 @@ class SkippedSamples:
             return None
         self._reported = len(found)
         return (
-            f"{len(found)} samples cannot be read and were left out of their batches (the first: {next(iter(found))}); "
-            f"{self.path} lists them"
+            f"{len(found)} samples cannot be read and were skipped (the first: {next(iter(found))}); {self.path} lists "
+            "them"
         )
 
     def read(self) -> dict[str, str]:

@@ -22,7 +22,7 @@ def transformed(
 
     A sample of two parts whose second is a label (a number, a text, bytes, None, a vector; never with `rich`) has its
     first part given to `transform`. Others are given to it whole: (image, mask), (image, {"boxes": ...}), dicts, longer
-    tuples. `target_transform` gets the second part of two, afterwards; ValueError where there is none.
+    tuples. `target_transform` gets the second part of two, afterwards; ValueError if there is none.
     """
     pair = type(sample) in (tuple, list) and len(sample) == 2
     if transform is not None:
@@ -35,8 +35,8 @@ def transformed(
         return sample
     if not pair:
         raise ValueError(
-            f"{where}: target_transform wants samples of two parts, but they are "
-            f"{type(sample).__name__}s; do it in transform, which gets the whole sample"
+            f"{where}: target_transform needs samples of two parts, but they are {type(sample).__name__}s; do it in "
+            "transform, which gets the whole sample"
         )
     return type(sample)((sample[0], target_transform(sample[1])))
 

@@ -87,10 +87,10 @@ class FlightRecord:
     steps: int = 0  # training batches that have been finished
     epoch: int = 0
     batch: int = 0  # batches of this epoch that have been finished
-    batches: int | None = None  # of this epoch; None where that is not known
+    batches: int | None = None  # of this epoch; None if that is not known
     progress_s: float = 0.0  # when a step, an evaluation batch, a save or a set-up was last finished
     longest_s: float = 0.0  # the longest time between two of these so far
-    hang_s: float | None = None  # ``hang_timeout``; None where its detector does not look for hangs, or has ended
+    hang_s: float | None = None  # ``hang_timeout``; None if its detector does not look for hangs, or has ended
     index: int | str | None = None  # key of the sample that is being read; None: none is, or not known
     indices: tuple[int | str, ...] = ()  # keys of the batch that is being read, the first of many
     batches_read: int = 0  # of a worker: batches that it has handed over

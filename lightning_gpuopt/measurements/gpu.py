@@ -85,7 +85,7 @@ class StepCopies:
 
     direction: str  # "host to device", "device to host", or "both"
     seconds: float
-    bytes: float | None = None  # None where the records do not tell
+    bytes: float | None = None  # None if the records do not tell
     pageable: bool = False  # most of the time goes to copies of pageable memory, which block the host
 
 

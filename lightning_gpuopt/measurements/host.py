@@ -37,7 +37,7 @@ class Collections:
     seconds: float = 0.0  # of all of them
     longest_s: float = 0.0  # of the longest
     tracked: int | None = None  # objects that it looks through, once it took long; None: not counted
-    # function, file and line that call ``gc.collect()``, where that takes most of the time of full collections
+    # function, file and line that call ``gc.collect()``, if that takes most of the time of full collections
     where: str = ""
     where_share: float = 0.0  # share of all collections' time that is due to that, 0-1
 

@@ -22,7 +22,7 @@ class KernelShare:
         share: of the time of all kernels and copies of the steps that were looked at, 0-1.
         calls_per_step: how often a mean step runs it.
         module: the user's module that launches most of it, by its name in the LightningModule: ``"net.layer4.1"``;
-            empty where that is not known.
+            empty if that is not known.
     """
 
     name: str

@@ -47,7 +47,7 @@ class LoaderDescription:
     caches: tuple[str, ...] = ()  # folders in which a stream keeps what it has downloaded
     unshared: str | None = None  # why more workers would read other samples: a shared open file, a generator
     # which of our DataModules would read its dataset sample by sample, so that a slow sample delays its own batch only;
-    # None where none would, or one does
+    # None if none would, or one does
     datamodule: str | None = None
     # for each setting "now", "with the next iterator", or "refused because ..."
     changes: Mapping[str, str] = field(default_factory=dict)

@@ -5,7 +5,7 @@ and the training process; and the training process itself needs a moment to rece
 the pace. All of it is measured, but the last, which where it was not is a constant with a range.
 
 What is advised after a run, what is forecast of one that has not been made, and what is tried in a search for the
-number of workers come from here. Where the times of batches are known to differ, each waits for its turn as in torch's
+number of workers come from here. If the times of batches are known to differ, each waits for its turn as in torch's
 DataLoader: a few slow ones hold up the others. No clock, no chance: the same question has the same answer.
 """
 
@@ -207,7 +207,7 @@ def net_saving(
 
 
 def receive_cost(batch_bytes: float) -> Interval:
-    """What it costs the training process to take a batch of so many bytes from a worker, where it was not measured."""
+    """What it costs the training process to take a batch of so many bytes from a worker, if it was not measured."""
     low, mid, high = _RECEIVE_S
     copy_s = batch_bytes / _COPY_BYTES_PER_S
     return low, mid + copy_s, high + 2 * copy_s

@@ -83,7 +83,7 @@ class Pipelines(Summed):
     num_threads: int  # CPU threads, summed up
     on_gpu: bool  # whether one of them decodes on the GPU
     loaders: int = 1
-    batch_size: int | None = None  # the smallest; None where one does not say
+    batch_size: int | None = None  # the smallest; None if one does not say
 
     @property
     def wait_s(self) -> float:
@@ -109,11 +109,11 @@ class Pipelines(Summed):
 class LoaderFacts:
     """The settings of the training loaders that matter for the diagnosis."""
 
-    num_workers: int | None = None  # over all loaders; None where one does not say: no DataLoader
+    num_workers: int | None = None  # over all loaders; None if one does not say: no DataLoader
     persistent_workers: bool | None = None
     prefetch_factor: int | None = None  # None without workers
     pin_memory: bool | None = None
-    # more workers would bring samples twice: an ``IterableDataset`` does not divide its samples; None where all
+    # more workers would bring samples twice: an ``IterableDataset`` does not divide its samples; None if all
     # datasets are map-style
     duplicates: bool | None = None
 
@@ -124,7 +124,7 @@ class LoaderReading(Summed):
 
     loader: LoaderDescription
     facts: LoaderFacts
-    workers: WorkerTimes = field(default_factory=WorkerTimes)  # timed in its workers; nothing where that could not be
+    workers: WorkerTimes = field(default_factory=WorkerTimes)  # timed in its workers; nothing if that could not be
     wait_s: float | None = None  # the training process waited for it; None: it is the only loader
     inner_s: float | None = None  # a loader of another kind waited for the DataLoader inside; None: it is one
 

@@ -28,7 +28,7 @@ class WorkerMemory:
     worker: int
     readings: tuple[MemoryReading, ...]  # oldest first, of one process; ``samples`` are those that it had read
     # a container of its own that explains its growth, for people: "Photos.cache (dict) grew from 0 to 12,000 entries
-    # and holds about 115 MiB"; empty where none is known
+    # and holds about 115 MiB"; empty if none is known
     leak: str = ""
     keeps: float = 0.0  # entries per sample read; 0: not known, or it has a bound
 

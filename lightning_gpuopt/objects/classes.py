@@ -1,4 +1,4 @@
-"""What is known of anybody's classes: of which kind their objects are, what these hold, which packages are not entered.
+"""Facts about classes: the kind of their objects, what these hold, and packages that are not inspected.
 
 No code of the user's runs: no property, no ``__getattr__``, no ``__len__``.
 """
@@ -78,7 +78,7 @@ class Facts(NamedTuple):
     is_open_python: bool  # pickling is left to Python: what its objects hold says all
     packs: bool  # it says itself what is sent to another process
     cached: frozenset[str]  # attributes that are computed once
-    dictionary: Any  # the descriptor of __dict__; None where there is none
+    dictionary: Any  # the descriptor of __dict__; None if there is none
     slots: tuple[tuple[str, Any], ...]  # descriptors of the attributes beside it
 
 
@@ -120,7 +120,7 @@ def _kind_of_class(kind: type) -> Kind:
 
 
 def kind_of(value: Any) -> Kind:
-    """Of which kind an object is; of modules and Lightning's objects the class alone does not say it."""
+    """The kind of an object; for modules and Lightning's objects the class alone does not determine it."""
     kind = facts_of(type(value)).kind
     if kind == "net":
         return "trained" if _is_trained(value) else "object"

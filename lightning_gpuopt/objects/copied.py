@@ -82,7 +82,7 @@ def _containers(node: Node) -> Iterator[tuple[str, str, Any, Node]]:
 
 
 def _place(owner: object, attribute: str) -> str:
-    """File and line of the user's own that first assigns an attribute, ``"data.py:41"``; empty where there is none."""
+    """File and line of the user's own that first assigns an attribute, ``"data.py:41"``; empty if there is none."""
     target = rf"\w+\.{attribute}\b|{attribute}\s*:"
     assigns = re.compile(rf"\s*(\w+\.\w+\s*,\s*)*({target})[^=()\[\]]*(\[[^=]*\]\s*)?=(?!=)")
     for each in type(owner).__mro__[:-1]:

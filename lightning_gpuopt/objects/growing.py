@@ -39,7 +39,7 @@ class _Seen:
 
     @property
     def entries(self) -> Collection[Any] | None:
-        """The container, or what a cache holds, as the garbage collector is shown it; None where that is too much."""
+        """The container, or what a cache holds, as the garbage collector is shown it; None if that is too much."""
         value: Any = self.node.value
         if self.node.kind != "lru_cache":
             return value  # type: ignore[no-any-return]
@@ -116,7 +116,7 @@ class Growing:
         return max(grown)[-1] if grown else ""
 
     def why(self, process: int, samples: int = 0) -> str:
-        """The container that explains most of what this process has grown by of late; empty where none does."""
+        """The container that explains most of what this process has grown by of late; empty if none does."""
         if process - self._looked_at < _GROWN_BYTES:
             return self._why
         self._looked_at = process

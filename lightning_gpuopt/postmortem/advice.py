@@ -11,26 +11,26 @@ from lightning_gpuopt.postmortem.memory_before import Memory
 from lightning_gpuopt.postmortem.record import Ended
 
 _LESS_MEMORY: Final = (
-    "give the job more memory, or use less of it: fewer workers, a smaller prefetch_factor, nothing large kept in "
-    "Python lists and dicts of the dataset"
+    "give the job more memory, or use less of it: fewer workers, a smaller prefetch_factor, no large Python lists and "
+    "dicts in the dataset"
 )
 _COPIES: Final = (
     " A forked worker copies the Python objects that it reads, little by little: keep paths and labels in numpy arrays "
     "or pyarrow instead of lists, dicts and objects."
 )
-_LEAK: Final = "more memory, or fewer workers, only put off the end."
+_LEAK: Final = "more memory or fewer workers only delay the end."
 _SHM: Final = (
     "give /dev/shm more room (docker run --shm-size=8g or --ipc=host; in Kubernetes an emptyDir with medium: Memory), "
     "or use less of it: fewer workers, a smaller prefetch_factor."
 )
 _BY_END: Final[Mapping[str, str]] = {
-    "killed": "ask the cluster's log who sent SIGKILL: a time limit, a limit of memory, an eviction.",
-    "segfault": "look at the line above: the library that is called there crashed. Try it alone, in another version, "
-    "and without threads of its own in workers (cv2.setNumThreads(0)).",
-    "aborted": "look at the line above and at the last lines that it printed: a library found its own data broken.",
+    "killed": "check the cluster's log for who sent SIGKILL: a time limit, a memory limit, an eviction.",
+    "segfault": "check the line above: the library called there crashed. Try it alone, in another version, and without "
+    "its own threads in workers (cv2.setNumThreads(0)).",
+    "aborted": "check the line above and the last lines printed: a library found its own data corrupted.",
     "interrupted": 'nothing is broken: trainer.fit(..., ckpt_path="last") continues from the last saved checkpoint.',
-    "terminated": "look at who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher.",
-    "exited": "look for sys.exit() and os._exit() in the script and in what it calls.",
+    "terminated": "find out who ends the job: a time limit (sbatch --signal warns before), a preemption, a launcher.",
+    "exited": "look for sys.exit() and os._exit() in the script and in the code it calls.",
 }
 _MEMORY_ERRORS: Final = ("MemoryError",)
 _GPU_MEMORY: Final = ("OutOfMemoryError",)
@@ -39,10 +39,10 @@ _SHM_ERRORS: Final = ("unable to write to file </torch_", "unable to allocate sh
 
 
 def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
-    """What is inferred and not known; empty where nothing is."""
+    """What is inferred and not known; empty if nothing is."""
     silent = death.signal is None and death.code is None and death.error is None
     if ended == "killed":
-        without = "only SIGKILL, or os._exit(), ends a process without a word" if silent else ""
+        without = "only SIGKILL or os._exit() ends a process silently" if silent else ""
         if memory.near:
             memory_was_short = (
                 f"it was ended because memory ran out, by the kernel or by an agent of the cluster: {memory.near}"
@@ -53,7 +53,7 @@ def likely_of(ended: Ended, death: Death, memory: Memory) -> str:
         return (
             f"/dev/shm was full: {memory.shm_full}"
             if memory.shm_full
-            else "/dev/shm was full for a moment, or a memory-mapped file was cut off while it was read"
+            else "/dev/shm was full for a moment, or a memory-mapped file was truncated while it was read"
         )
     return ""
 
@@ -64,17 +64,15 @@ def advice_of(ended: Ended, death: Death, memory: Memory) -> str:
     if ended == "out_of_memory" or (ended == "killed" and memory.near):
         if memory.leak:
             what = memory.leak.partition(" grew from ")[0]
-            instead = (
-                "do not keep it: each worker fills a copy of its own" if is_worker else "clear it from time to time"
-            )
+            instead = "do not keep it: each worker fills its own copy" if is_worker else "clear it from time to time"
             return f"bound {what}, or {instead}; {_LEAK}"
         return f"{_LESS_MEMORY}.{_COPIES if is_worker else ''}"
     if ended == "bus_error":
-        return _SHM if memory.shm_full or is_worker else "do not change files while they are mapped; look at /dev/shm."
+        return _SHM if memory.shm_full or is_worker else "do not change files while they are mapped; check /dev/shm."
     if ended == "aborted" and death.signal == signal.SIGABRT and not is_worker:
         return (
-            "look at the last lines that it printed. NCCL's watchdog aborts when a collective takes too long: then "
-            "look at which rank came late, above; else a library found its own data broken."
+            "check the last lines printed. NCCL's watchdog aborts when a collective takes too long: then check above "
+            "which rank came late. Otherwise a library found its own data corrupted."
         )
     return _of_exception(death) if ended == "exception" else _BY_END.get(ended, "")
 
@@ -83,20 +81,20 @@ def _of_exception(death: Death) -> str:
     error = death.error or {}
     kind, message = str(error.get("type", "")).rpartition(".")[2], str(error.get("message", ""))
     if kind in _MEMORY_ERRORS or "can't allocate memory" in message or "Cannot allocate memory" in message:
-        return f"{_LESS_MEMORY}. A limit of the address space (ulimit -v) ends in this exception, too."
+        return f"{_LESS_MEMORY}. A limit of the address space (ulimit -v) raises this exception too."
     if kind in _GPU_MEMORY or "CUDA out of memory" in message:
         return "use less GPU memory: a smaller batch, precision='bf16-mixed', activation checkpointing, FSDP."
     if any(each in message for each in _SHM_ERRORS):
         return _SHM
     if "Cannot re-initialize CUDA in forked subprocess" in message:
-        return "use no CUDA in the dataset, or start workers by DataLoader(multiprocessing_context='spawn')."
+        return "do not use CUDA in the dataset, or start workers with DataLoader(multiprocessing_context='spawn')."
     if any(each in message for each in _FILES):
         return (
             "allow more open files (ulimit -n), close what the dataset opens, or use "
             "torch.multiprocessing.set_sharing_strategy('file_system')."
         )
     if death.kind == ECHO:
-        return "another rank has gone, or came late to a collective: look at what ended first on the other nodes."
+        return "another rank ended, or came late to a collective: find out what ended first on the other nodes."
     if death.process.worker is not None or death.index is not None:
-        return "read this sample alone: dataset[index] in a Python shell raises the same where the sample is the cause."
-    return "look at the line above; the traceback is in what the command has printed."
+        return "read this sample alone: if it is the cause, dataset[index] raises the same error in a Python shell."
+    return "check the line above; the traceback is in the command's output."

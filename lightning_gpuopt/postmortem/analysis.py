@@ -53,7 +53,7 @@ _VERBS: Final[Mapping[str, str]] = {
     "bus_error": "was ended by a bus error (SIGBUS)",
     "segfault": "crashed with a segmentation fault (SIGSEGV)",
     "interrupted": "was interrupted (Ctrl-C, SIGINT)",
-    "terminated": "was told to end (SIGTERM)",
+    "terminated": "was asked to end (SIGTERM)",
 }
 
 
@@ -70,7 +70,7 @@ def post_mortem_of(
 ) -> PostMortem:
     """Why a run ended, or what it waits for; of several runs in ``records`` the last one counts.
 
-    ``now_s`` is Unix time. ``command`` is None where nobody watched, or where it runs; a ``hang`` of None is looked for
+    ``now_s`` is Unix time. ``command`` is None if nobody watched, or where it runs; a ``hang`` of None is looked for
     in the records. ``stacks`` are what ``faulthandler`` wrote and ``waits`` what was waited in, in the kernel, both by
     process id; ``ends`` are known ends of ranks, by machine and process id.
     """
@@ -161,7 +161,7 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
         joined = f"{_capital(name_of(process, several))} had not joined the collective"
         lines = [joined + (f": it was at {where}" if where else ""), *lines]
         likely = "the others waited in a collective for a rank that came too late"
-        advice = "look at the line above; a timeout= of the strategy says how long the others wait."
+        advice = "check the line above; the strategy's timeout= sets how long the others wait."
     elif uneven is not None:
         early = uneven.early[0]
         process, where, index = Process(early.rank, None, early.pid), early.place or None, None
@@ -190,7 +190,7 @@ def _quiet(running: Sequence[FlightRecord], at_s: float) -> Hang | None:
 
 
 def _late(first: Death, deaths: Sequence[Death], records: Sequence[FlightRecord]) -> FlightRecord | None:
-    """The rank that others waited for, until a collective of theirs timed out; None where that is not known.
+    """The rank that others waited for, until a collective of theirs timed out; None if that is not known.
 
     Those that waited end by the same exception at about the same time. Who was in no collective does not.
     """
@@ -216,7 +216,7 @@ def _headline(death: Death, ended: Ended, world_size: int) -> str:
         return f"{who} ended itself with exit code 0 at {when}"
     if ended == "exited":
         code = "" if death.code is None else f" with exit code {death.code}"
-        return f"{who} exited{code} at {when}, without an exception that was seen"
+        return f"{who} exited{code} at {when}, without a recorded exception"
     if ended == "aborted":
         return f"{who} was aborted by {signal_name(death.signal or 0)} at {when}"
     if ended == "killed" and death.signal not in (None, signal.SIGKILL):
@@ -273,7 +273,7 @@ def _others(
 
 def _echo(first: Death, deaths: Sequence[Death], uneven: Uneven, world_size: int) -> str:
     others = ranks_in_words(each.process.rank for each in deaths) if deaths else name_of(first.process, world_size)
-    kind = (first.error or {}).get("type") or (signal_name(first.signal) if first.signal else "an end without a word")
+    kind = (first.error or {}).get("type") or (signal_name(first.signal) if first.signal else "a silent end")
     message = first_line(str((first.error or {}).get("message", "")), 120)
     return f"{others} waited, and ended by {kind} at {clock(first.at_s)}{': ' if message else ''}{message}"
 
@@ -337,14 +337,14 @@ def _without_death(records: Sequence[FlightRecord], command: CommandEnd | None) 
         ranks = [each for each in records if each.worker is None]
         if ranks and all(each.ended == "ok" for each in ranks):
             return _told(PostMortem("ok"), ["The run ended well"])
-        return _told(PostMortem("unknown"), ["Nothing is known of how the run ended"])
-    seen = "after fit had ended well" if records else "outside of a fit that was recorded"
+        return _told(PostMortem("unknown"), ["It is unknown how the run ended"])
+    seen = "after fit had ended well" if records else "outside of a recorded fit"
     number = -command.code if command.code < 0 else None
     if command.code == 0:
         return _told(PostMortem("ok"), ["The command ended well"])
     if number is None:
         line = f"The command exited with code {command.code}, {seen}"
-        return _told(PostMortem("exited", advice="look at the last lines that it printed."), [line])
+        return _told(PostMortem("exited", advice="check the last lines it printed."), [line])
     ended: Ended = _BY_SIGNAL.get(number, "killed")
     if number == signal.SIGKILL and command.oom_kills:
         ended = "out_of_memory"

@@ -65,12 +65,12 @@ class ProcessEnd:
 class Death:
     process: Process  # the one that it began with: the rank, or a worker of it
     rank: FlightRecord  # record of the rank
-    record: FlightRecord | None  # of the process; None where there is none
+    record: FlightRecord | None  # of the process; None if there is none
     at_s: float  # Unix time; of a process that vanished, when it last wrote
     kind: int = PLAIN  # ``PLAIN``, ``SILENT`` or ``ECHO``
     signal: int | None = None  # what ended the process; None: none did, or not known
     code: int | None = None  # its exit code; None likewise
-    error: Mapping[str, Any] | None = None  # the event of the exception; empty where there was none
+    error: Mapping[str, Any] | None = None  # the event of the exception; empty if there was none
     where: str | None = None  # the line that it was at; None: not known
     index: int | str | None = None  # the sample that it read; None: not known
     # an exception that had ended ``fit`` before, after which the script went on
@@ -107,7 +107,7 @@ def errors_of(record: FlightRecord) -> list[Mapping[str, Any]]:
 
 
 def time_of(event: Mapping[str, Any]) -> float:
-    """When it was, as Unix time in seconds; 0 where that is not known."""
+    """When it was, as Unix time in seconds; 0 if that is not known."""
     at_s = event.get("t")
     return float(at_s) if isinstance(at_s, (int, float)) else 0.0
 
@@ -118,7 +118,7 @@ def type_of(error: Mapping[str, Any]) -> str:
 
 
 def raised_in(error: Mapping[str, Any]) -> str:
-    """The file of the innermost frame, as messages name it; empty where it is not known."""
+    """The file of the innermost frame, as messages name it; empty if it is not known."""
     frames = error.get("frames") or ("",)
     found = _FILE.search(str(frames[-1]))
     return found["file"] if found else ""

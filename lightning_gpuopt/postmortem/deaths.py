@@ -40,7 +40,7 @@ def deaths_of(
 ) -> list[Death]:
     """What ended each rank that has ended otherwise than well, the first of all at the beginning.
 
-    ``command`` is None where nobody watched; ``ends`` are known ends of ranks, by machine and process id.
+    ``command`` is None if nobody watched; ``ends`` are known ends of ranks, by machine and process id.
     """
     ranks = [record for record in records if record.worker is None]
     gone = [rank for rank in ranks if rank.ended == "" and not is_alive(rank) and not errors_of(rank)]
@@ -106,7 +106,7 @@ def _of_rank(
 
 
 def _after_it_was_caught(rank: FlightRecord, error: Mapping[str, Any], command: CommandEnd | None) -> Death | None:
-    """How the command ended, where its script had caught the exception of ``fit``, and went on; None where not.
+    """How the command ended, if its script had caught the exception of ``fit``, and went on; None if not.
 
     Only for a run of one rank: of several, one that catches an exception waits for the others, or ends for them.
     """

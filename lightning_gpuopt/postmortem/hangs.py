@@ -47,7 +47,7 @@ def hang_of(
 ) -> Hang | None:
     """The rank that has made no progress for too long, the one that is longest without it.
 
-    Too long is what its detector was told (``hang_timeout``). Where it was told nothing, it is at least ``least_s``,
+    Too long is what its detector was told (``hang_timeout``). If it was told nothing, it is at least ``least_s``,
     and ``times_longest`` the longest that progress has taken so far, or ``first_s`` before the first step. Records are
     of processes that are alive; workers are ignored. ``now_s`` is Unix time.
     """
@@ -114,8 +114,8 @@ def describe_hang(
     if (error := _error_of(worker)) is not None:
         where, index = str(error.get("where") or "") or where, error.get("index", index)
         kind = error.get("type") or "an exception"
-        likely = f"the worker raised {kind}, which could not be handed over: its class cannot be pickled"
-        advice = "look at the line above; define the exception's class in a module, so that it can be pickled."
+        likely = f"the worker raised {kind}, which could not be sent on: its class cannot be pickled"
+        advice = "check the line above; define the exception's class in a module, so that it can be pickled."
     lines += _at(process, worker, where, index, waits, several)
     return HangDescription("\n".join(lines), process, where, index, likely, advice)
 
@@ -254,27 +254,27 @@ def _why_rank(stuck: _Rank, ranks: Sequence[_Rank], uneven: Uneven | None) -> tu
         names = {each.collective for each in running}
         if len(names) > 1:
             return (
-                "the ranks wait in different collectives: one of them has taken another way through the code",
-                "let every rank call the same collectives in the same order: none inside of 'if rank == 0' or of a "
-                "condition on the batch; self.log(..., sync_dist=True) in every rank or in none.",
+                "the ranks wait in different collectives: one of them took another path through the code",
+                "let every rank call the same collectives in the same order: none inside 'if rank == 0' or a condition "
+                "on the batch; self.log(..., sync_dist=True) in every rank or in none.",
             )
         return (
             "all ranks have joined the collective, or the missing one cannot be seen from here",
-            "look at the network between the nodes; TORCH_NCCL_TRACE_BUFFER_SIZE=2000 keeps which rank joined what, "
-            "and a timeout= of the strategy ends such a run.",
+            "check the network between the nodes; TORCH_NCCL_TRACE_BUFFER_SIZE=2000 records which rank joined what, "
+            "and the strategy's timeout= ends such a run.",
         )
     if len(running) > 1:
         return (
             f"the others wait for {ranks_in_words([stuck.record.rank])}",
-            "look at the line above; a timeout= of the strategy ends such a run instead of letting it wait.",
+            "check the line above; the strategy's timeout= ends such a run instead of letting it wait.",
         )
-    return "", "look at the line above: what it waits for does not come."
+    return "", "check the line above: it waits for something that does not come."
 
 
 # for ranks with different numbers of batches
 UNEVEN_ADVICE: Final = (
     "give every rank the same number of batches: drop_last=True with a DistributedSampler, limit_train_batches=N, or "
-    "cut an IterableDataset to the same length on each rank; torch's Join context lets ranks end early."
+    "truncate an IterableDataset to the same length on each rank; torch's Join context lets ranks finish early."
 )
 
 
@@ -284,13 +284,13 @@ def _why_worker(worker: FlightRecord, frames: Sequence[Frame], wait: str) -> tup
         if not frames and worker.place:
             innermost = f" (innermost frame: {worker.place})"
         return (
-            f"a lock that was held when it was forked{innermost}",
-            "use spawn or forkserver: DataLoader(multiprocessing_context='forkserver'); or keep threads out of the "
+            f"a lock that was held during the fork{innermost}",
+            "use spawn or forkserver: DataLoader(multiprocessing_context='forkserver'); or start no threads in the "
             "training process before workers start (cv2.setNumThreads(0), no use of the library before fit).",
         )
     busy = "a read or a call that does not return"
     return (
-        f"{busy}: look at the line above" if worker.place or frames else busy,
+        f"{busy}: check the line above" if worker.place or frames else busy,
         "DataLoader(timeout=...) turns such a wait into an exception; read the sample alone to see whether it returns.",
     )
 

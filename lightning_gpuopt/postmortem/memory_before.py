@@ -42,14 +42,14 @@ _OF_THE_MACHINE: Final = {
 @dataclass(frozen=True)
 class Memory:
     figures: dict[str, Any]  # as ``PostMortem.memory``
-    near: str = ""  # why memory was short, with figures; empty where it was not
+    near: str = ""  # why memory was short, with figures; empty if it was not
     shm_full: str = ""  # likewise for ``/dev/shm``
     grown: str = ""  # how private memory of the process has grown, with figures
     leak: str = ""  # the container that explains it, for people
 
 
 def oom_kills(records: Sequence[FlightRecord], host: str, of_command: int | None) -> int | None:
-    """By how much the kernel's counter has risen, also in the command's own cgroup; None where nobody could read it."""
+    """By how much the kernel's counter has risen, also in the command's own cgroup; None if nobody could read it."""
     rises = [of_command]
     for record in records:  # ranks of one machine may have cgroups of their own
         known = [each.oom_kills for each in record.memory if each.oom_kills is not None]
@@ -155,7 +155,7 @@ def _grown(record: FlightRecord | None, own: Sequence[MemoryReading]) -> str:
 
 
 def in_words(figures: dict[str, Any]) -> str:
-    """A few figures in a line; empty where nothing is known."""
+    """A few figures in a line; empty if nothing is known."""
     parts = []
     for name, what in (("rss_bytes", "resident"), ("private_bytes", "private")):
         if name in figures:

@@ -59,7 +59,7 @@ class PostMortem:
 
     @classmethod
     def from_json(cls, text: str) -> PostMortem:
-        """Read what :meth:`to_json` wrote; ValueError where the text is no post-mortem."""
+        """Read what :meth:`to_json` wrote; ValueError if the text is no post-mortem."""
         try:
             data = json.loads(text)
             process = data.pop("process")
@@ -71,5 +71,5 @@ class PostMortem:
         return found
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write :meth:`to_json` to a file, whole or not at all; OSError where it cannot be written."""
+        """Write :meth:`to_json` to a file, whole or not at all; OSError if it cannot be written."""
         write_whole(Path(path), self.to_json() + "\n")

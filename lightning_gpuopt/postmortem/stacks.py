@@ -70,7 +70,7 @@ class Frame:
 
 
 def frame_of(place: str) -> list[Frame]:
-    """The frame that a ring knows, where nobody wrote a stack; none where it knows none."""
+    """The frame that a ring knows, if nobody wrote a stack; none if it knows none."""
     found = _PLACE.fullmatch(place)
     return [Frame(found["name"].rpartition(".")[2], f"/{found['file']}", int(found["line"]))] if found else []
 
@@ -110,7 +110,7 @@ def c_frames(text: str, most: int = 3) -> list[str]:
 
 
 def crash_signal(text: str) -> int | None:
-    """The signal that faulthandler names; None where it names none."""
+    """The signal that faulthandler names; None if it names none."""
     if not (fatal := _FATAL.search(text)):
         return None
     what = fatal["what"].strip().lower().replace("-", " ")

@@ -17,7 +17,7 @@ NOTHING_YET: Final = "nothing was fetched yet"
 _ALL_CHECKED: Final = 64
 _ONE_CHECKED: Final = 8
 _DRAWS: Final = "its fetches draw random numbers"
-_IS_THERE: Final = "its batches come on the device already"
+_IS_THERE: Final = "its batches are already on the device"
 
 
 class Stage(Protocol):
@@ -46,7 +46,7 @@ class Ready:
 
     def __init__(self, converted: Any, staged: Staged | None, error: Exception | None = None) -> None:
         self.converted = converted  # by ``precision_plugin.convert_input``
-        self.staged = staged  # None where staging has failed
+        self.staged = staged  # None if staging has failed
         self.error = error  # that the user's own code has raised: training meets it when the batch's turn has come
 
 
@@ -56,12 +56,12 @@ class Entry:
     __slots__ = ("asks", "drew", "error", "item", "ready", "states", "tried")
 
     def __init__(self, item: Any = None, error: BaseException | None = None) -> None:
-        self.item, self.error = item, error  # (batch, its index, its loader's); None where fetching failed
+        self.item, self.error = item, error  # (batch, its index, its loader's); None if fetching failed
         self.states: Any = None  # the loaders' before it was fetched, for a checkpoint; None: none
         self.ready: Ready | None = None
         self.tried = False
         self.asks: list[tuple[WorkerBatches, int]] = []  # workers to be asked for more when its turn has come
-        # random states around its fetch, where that changed them
+        # random states around its fetch, if that changed them
         self.drew: tuple[RandomStates, RandomStates] | None = None
 
 
@@ -107,7 +107,7 @@ class LookAheadFetcher:
         self._watched: list[Any] = []
         self._workers: list[WorkerBatches] = []
         self._checks_randomness = self._has_looked = False
-        self.left_alone: str | None = NOTHING_YET  # why nothing is looked ahead; None where it is
+        self.left_alone: str | None = NOTHING_YET  # why nothing is looked ahead; None if it is
         self._stateful = self._stock.is_stateful
         self._may_restart = not self._stock.has_one_loader
         self._replays = False
@@ -276,7 +276,7 @@ class LookAheadFetcher:
                 self._workers.append(WorkerBatches(iterator))
             elif getattr(loader, "draws_random_state", True):
                 kind = type(loader).__name__
-                hint = "; with num_workers=1 or more it would" if getattr(loader, "num_workers", None) == 0 else ""
+                hint = "; num_workers=1 or more would help" if getattr(loader, "num_workers", None) == 0 else ""
                 self.left_alone = f"{kind} makes its batches in the training process{hint}"
             elif any(loader is each for each in self._drawing):
                 self.left_alone = _DRAWS
@@ -291,7 +291,7 @@ class LookAheadFetcher:
 
     @property
     def states(self) -> Any:
-        """The loaders' positions as if nothing had been fetched ahead; None where they are so anyway."""
+        """The loaders' positions as if nothing had been fetched ahead; None if they are so anyway."""
         return self._ahead[0].states if self._ahead else self._kept_states
 
     def replay(self) -> None:

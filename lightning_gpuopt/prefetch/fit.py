@@ -269,7 +269,7 @@ class PrefetchedRun:
         say_once(
             self._trainer,
             "prefetcher-disabled",
-            f"CudaPrefetcher disables itself: {reason}. Batches are copied as without it.",
+            f"CudaPrefetcher disables itself: {reason}. Batches are copied as usual.",
             warn=warn,
         )
 
@@ -278,8 +278,8 @@ class PrefetchedRun:
         say_once(
             self._trainer,
             "prefetcher-memory",
-            "CudaPrefetcher: the device has no memory left for a batch ahead: batches are copied in their turn from "
-            f"now on. A smaller batch would leave room. ({str(error).splitlines()[0]})",
+            "CudaPrefetcher: the device has no memory left for a batch ahead: from now on batches are not copied "
+            f"ahead. A smaller batch would leave room. ({str(error).splitlines()[0]})",
             every_rank=True,
         )
 
@@ -289,8 +289,8 @@ class PrefetchedRun:
         say_once(
             self._trainer,
             "prefetcher-random",
-            f"CudaPrefetcher: {names} declares draws_random_state = False, but fetching a batch has changed the "
-            "process's random state: its batches are taken in their turn from now on.",
+            f"CudaPrefetcher: {names} declares draws_random_state = False, but fetching a batch changed the process's "
+            "random state: from now on its batches are not fetched ahead.",
         )
 
     def _say_why_direct(self, fetcher: LookAheadFetcher) -> None:

@@ -42,7 +42,7 @@ class Destination:
     def fits(self, source: torch.Tensor) -> bool:
         """Whether a tensor can go here; the memory takes on its shape."""
         dtype, shape, stride = self._layout
-        if source.nbytes > self._storage.nbytes():  # also where a user has freed it
+        if source.nbytes > self._storage.nbytes():  # also if a user has freed it
             return False
         if source.shape == shape and source.dtype is dtype and source.stride() == stride:
             return True

@@ -91,7 +91,7 @@ class TransferPipeline:
         self.times = CopyTimes(streams)
 
     def stage(self, batch: Any, dataloader_idx: int) -> Staged:
-        """Begin to move a batch; UserCodeError where the user's transfer or a batch's own ``to`` has raised."""
+        """Begin to move a batch; UserCodeError if the user's transfer or a batch's own ``to`` has raised."""
         began_s = time.perf_counter()
         staged = Staged(self.times.events())
         if self._opaque:  # side-stream memory that is free again may be in use by what the compute stream holds now

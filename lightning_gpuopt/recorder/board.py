@@ -43,7 +43,7 @@ class Board:
         self.rank = Ring(self._memory[:RANK_BYTES])
 
     def slot(self, loader: str, worker: int) -> int | None:
-        """Which of the workers' rings is a worker's: the same one again for its successor; None where all are taken."""
+        """Which of the workers' rings is a worker's: the same one again for its successor; None if all are taken."""
         if (loader, worker) not in self._slots and len(self._slots) >= MAX_WORKERS:
             return None
         return self._slots.setdefault((loader, worker), len(self._slots))
@@ -60,7 +60,7 @@ class Board:
         return self._memory[at : at + WORKER_BYTES]
 
     def copy_of(self, slot: int | None) -> memoryview | None:
-        """The bytes of a ring (None: the training process's own), as they are; None where nobody has begun it."""
+        """The bytes of a ring (None: the training process's own), as they are; None if nobody has begun it."""
         part = self._memory[:RANK_BYTES] if slot is None else self._part(slot)
         return part if is_used(part) else None
 
@@ -73,7 +73,7 @@ class Board:
         self._handed, self._slots = state["file"], state["slots"]
 
     def open(self) -> None:
-        """Called in a worker that was handed the descriptor, not forked; OSError where it is of no use."""
+        """Called in a worker that was handed the descriptor, not forked; OSError if it is of no use."""
         if self._handed is not None:
             self.file = self._handed.detach()
             self._handed = None

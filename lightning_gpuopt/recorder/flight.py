@@ -254,7 +254,7 @@ class FlightRecorder:
         return bool(self._board.worker(slot).numbers[AT["fork"]])
 
     def leak_of(self, slot: int) -> tuple[str, float]:
-        """What grows in the worker of a ring, for people, and its entries for each sample; empty where nothing does."""
+        """What grows in the worker of a ring, for people, and its entries for each sample; empty if nothing does."""
         ring = self._board.worker(slot)
         return ring.read("leak"), ring.numbers[AT["keeps_per_mille"]] / 1000
 

@@ -53,7 +53,7 @@ class Watcher:
 
 
 class Taker:
-    """Takes the rings that are handed over, at the socket ``address``; OSError where there are no such sockets."""
+    """Takes the rings that are handed over, at the socket ``address``; OSError if there are no such sockets."""
 
     def __init__(self) -> None:
         self.address = f"gpuopt-{os.getpid()}-{secrets.token_hex(8)}"

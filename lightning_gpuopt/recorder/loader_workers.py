@@ -74,7 +74,7 @@ class LoaderWorkers:
         return iterator
 
     def _place_start(self, seen: SeenLoader) -> Callable[[], None] | None:
-        """Have the next iterator's workers begin their rings; returns the undo, None where there is nothing to do."""
+        """Have the next iterator's workers begin their rings; returns the undo, None if there is nothing to do."""
         loader: Any = seen.inner
         before = loader.worker_init_fn
         if self._stopped or not loader.num_workers or isinstance(before, WorkerStart):

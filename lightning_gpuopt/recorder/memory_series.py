@@ -40,7 +40,7 @@ def in_ring(first: PrivateMemory, now: PrivateMemory) -> str:
 
 
 def out_of_ring(word: str) -> tuple[PrivateMemory, PrivateMemory] | None:
-    """The first and the newest reading; None where there is none, or where it is half there."""
+    """The first and the newest reading; None if there is none, or where it is half there."""
     try:
         first, now = json.loads(word or "[]")
         return PrivateMemory(*first), PrivateMemory(*now)

@@ -29,19 +29,19 @@ def nested(dataset: Any) -> Iterator[Any]:
 
 
 def place_of(frame: FrameType | None) -> str:
-    """Where a thread is: the innermost frame of the user's own, else of a library; empty where only loops are."""
+    """Where a thread is: the innermost frame of the user's own, else of a library; empty if only loops are."""
     calls = calls_of(raw_frames(frame))
     libraries = (each for each in calls if not is_pythons(each.file) and not each.file.startswith(_OURS))
     return next((each.at for each in (*(own for own in calls if own.own), *libraries)), "")
 
 
 def place_of_reading(dataset: object) -> str:
-    """Where the first method of the user's own begins that reads samples; empty where there is none."""
+    """Where the first method of the user's own begins that reads samples; empty if there is none."""
     return place_of_methods(("__getitem__", "__getitems__", "__iter__"), *nested(dataset))
 
 
 def place_of_methods(names: Sequence[str], *owners: object) -> str:
-    """Where the first of some methods is that is the user's own; empty where none is."""
+    """Where the first of some methods is that is the user's own; empty if none is."""
     for owner in owners:
         for name in names:
             function: Any = getattr(type(owner), name, None)

@@ -42,7 +42,7 @@ class RankFiles:
 
     @classmethod
     def open(cls, path: Path, run: str, rank: int, board: Board) -> RankFiles | None:
-        """Make the files; None where that fails, or nothing answers: the rings are in memory still."""
+        """Make the files; None if that fails, or nothing answers: the rings are in memory still."""
 
         def make(still_wanted: Callable[[], float]) -> RankFiles:
             files = cls(path, run, rank, board)

@@ -88,12 +88,12 @@ def _take(crashes: list[str], number: Any) -> str:
 
 
 def headers_in(file: int) -> FlightRecord | None:
-    """A training process's record without its log; None where nobody has begun it."""
+    """A training process's record without its log; None if nobody has begun it."""
     return record_of(os.pread(file, HEADER_BYTES, 0))
 
 
 def header_in(path: Path) -> FlightRecord | None:
-    """The same of a file; None also where it cannot be read."""
+    """The same of a file; None also if it cannot be read."""
     try:
         with path.open("rb") as file:
             return headers_in(file.fileno())

@@ -1,4 +1,4 @@
-"""Which sample a process reads, noted in its ring; the dataset is asked for the very same keys."""
+"""Notes in the ring which sample a process reads; the dataset gets the very same keys."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Reading:
 
     ``whole``: the ring is a worker's, which does nothing else. In a training process each sample is noted where samples
     are slow; of fast ones, whoever looks from beside (:meth:`show`) sees how far the batch has come. ``numbered``
-    samples have no keys. ``keys`` are None where no batch is read.
+    samples have no keys. ``keys`` are None if no batch is read.
     """
 
     __slots__ = ("_each", "_first", "_iterator", "_numbered", "_ring", "_whole", "keys")
@@ -120,7 +120,7 @@ class Reading:
 def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
     """Have torch's fetcher note which sample it reads, and what it raises; ``whole``: the ring is a worker's.
 
-    The dataset is asked for the very same keys. Where it takes a batch of them at once, only the batch is noted. Of a
+    The dataset is asked for the very same keys. If it takes a batch of them at once, only the batch is noted. Of a
     batch that cannot be gone through twice, or whose class may do work of its own then, nothing is.
     """
     original = type(fetcher).fetch

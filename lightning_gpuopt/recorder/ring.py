@@ -67,7 +67,7 @@ _MAX_INDEX: Final = 2**63 - 1
 
 
 class Ring:
-    """One ring, to write; ``memory`` is all zero where it is new, and the log begins after ``header_bytes``.
+    """One ring, to write; ``memory`` is all zero if it is new, and the log begins after ``header_bytes``.
 
     ``numbers``, by :data:`AT`, are written in place on the hot path: a call costs more than what it would do.
     """
@@ -102,7 +102,7 @@ class Ring:
         self._memory[at : at + len(text) + 1] = text + b"\0"
 
     def show(self, name: str, word: str) -> None:
-        """The same, where it is another one than was shown last."""
+        """The same, if it is another one than was shown last."""
         if self._shown.get(name) != word:
             self._shown[name] = word
             self.write(name, word)
@@ -124,7 +124,7 @@ class Ring:
             self.numbers[AT["logged"]] = logged + len(text)
 
     def index(self, key: object) -> None:
-        """Note which sample is being read, by what the dataset is asked for."""
+        """Note which sample is being read, by its key."""
         numbers = self.numbers
         key = key_of(key)
         if type(key) is int and -_MAX_INDEX <= key <= _MAX_INDEX:
@@ -174,7 +174,7 @@ def is_used(data: bytes | memoryview) -> bool:
 
 @cache
 def boot_id() -> str:
-    """What names this start of the machine, all containers on it included; empty where that cannot be read."""
+    """What names this start of the machine, all containers on it included; empty if that cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -193,7 +193,7 @@ def wall_offset_s(data: bytes | memoryview) -> float:
 
 
 def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None:
-    """What a ring says, without ``memory`` and ``crash``; None where it is none, or of another version.
+    """What a ring says, without ``memory`` and ``crash``; None if it is none, or of another version.
 
     Lines of the log may be missing; without ``offset_s`` (:func:`wall_offset_s`) it is the ring's own.
     """

@@ -23,7 +23,7 @@ _AFTER_FAILURE_S: Final = 10.0
 
 
 class RingFile:
-    """Writes what has changed since the last time to a file, made anew; OSError where it cannot be made."""
+    """Writes what has changed since the last time to a file, made anew; OSError if it cannot be made."""
 
     def __init__(self, path: Path, board: Board, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path

@@ -1,7 +1,7 @@
 """The stacks of a process that hangs, and of one that dies by a fatal signal: written by itself, asked for by others.
 
 Who asks touches a file beside the rings. The recorder's thread of the training process sees that, asks the workers'
-through their rings, and each writes the stacks of all threads, under the interpreter's lock. Where that thread does not
+through their rings, and each writes the stacks of all threads, under the interpreter's lock. If that thread does not
 run any more, since a call holds the lock, ``faulthandler`` writes them, in C: it is asked for by a real-time signal
 that the program leaves alone. While threads run it would read their frames as they change, which can crash a process;
 and one without its handler would be ended by the signal. So it is sent by pidfd, and only to the very process whose
@@ -41,10 +41,10 @@ _FATAL: Final = b"Fatal Python error: "
 
 
 class StackWriter:
-    """Has this process write its stacks to a file, when it is asked to, and when a fatal signal ends it.
+    """Writes this process's stacks to a file on request, and when a fatal signal ends it.
 
     Nothing of the program's is replaced: a signal that has a handler is not taken, and ``faulthandler`` that is on
-    already stays as it is. The file is appended to; OSError where it cannot be made. ``signal`` asks for the stacks; 0:
+    already stays as it is. The file is appended to; OSError if it cannot be made. ``signal`` asks for the stacks; 0:
     no signal was free.
     """
 
@@ -107,7 +107,7 @@ class StackWriter:
 
 
 def _free_signal() -> int:
-    """A real-time signal that nobody in this process uses; 0 where there is none."""
+    """A real-time signal that nobody in this process uses; 0 if there is none."""
     caught = _caught("self")
     for number in range(signal.SIGRTMAX - 1, signal.SIGRTMIN, -1):
         if signal.getsignal(number) == signal.SIG_DFL and not caught >> (number - 1) & 1:
@@ -116,7 +116,7 @@ def _free_signal() -> int:
 
 
 def _caught(pid: int | str) -> int:
-    """The signals that a process has handlers for, as the kernel's mask; 0 where it cannot be read."""
+    """The signals that a process has handlers for, as the kernel's mask; 0 if it cannot be read."""
     try:
         for line in Path(f"/proc/{pid}/status").read_text().splitlines():
             if line.startswith("SigCgt:"):
@@ -127,7 +127,7 @@ def _caught(pid: int | str) -> int:
 
 
 def start_ticks(pid: int | str = "self") -> int:
-    """When a process began, in clock ticks since boot; 0 where there is none, or where that cannot be read."""
+    """When a process began, in clock ticks since boot; 0 if there is none, or where that cannot be read."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
@@ -243,7 +243,7 @@ class _Pidfd:
 
 
 def wait_of(pid: int) -> str:
-    """The kernel function that a process sleeps in; empty where it runs, or where that cannot be read."""
+    """The kernel function that a process sleeps in; empty if it runs, or where that cannot be read."""
     try:
         return Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
     except OSError:

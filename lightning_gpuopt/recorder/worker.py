@@ -221,7 +221,7 @@ class Beat(threading.Thread):
             log.debug("it was not seen what grows", exc_info=True)
 
     def _read_private(self) -> int | None:
-        """Read private memory, and show it in the ring beside what it was at first; None where it cannot be read."""
+        """Read private memory, and show it in the ring beside what it was at first; None if it cannot be read."""
         samples = self._ring.numbers[AT["samples"]]
         private, anonymous = private_and_anonymous("self")
         if private is None:

@@ -102,7 +102,7 @@ def _sizes(described: Any) -> Any:
 
 
 def _read_back(encoded: Encoded) -> None:
-    """Read the first sample of a kind; TypeError where it comes back as something else, which nobody could use."""
+    """Read the first sample of a kind; TypeError if it comes back as something else, which nobody could use."""
     value = encoded.value(0, 0)
     try:
         structure = msgpack.packb(_describe(read(value, 0, len(value), 0, EncodedImage), [], "sample"))
@@ -128,7 +128,7 @@ def _describe(value: Any, buffers: list[bytes], where: str) -> list[Any]:
     except (TypeError, MemoryError):
         raise
     except Exception as err:  # PIL and torch have their own for what they cannot put into bytes
-        raise TypeError(f"{where} has no bytes that could be stored ({type(err).__name__}: {err})") from err
+        raise TypeError(f"{where} has no bytes to store ({type(err).__name__}: {err})") from err
     buffers.append(data)
     return description
 
@@ -144,8 +144,8 @@ def _leaf(value: Any, where: str) -> tuple[list[Any], bytes]:
         element = np.asarray(value)  # an empty text has no bytes, but an array of one has
         if isinstance(value, str) and element[()] != value:
             raise TypeError(
-                f"{where} is the numpy text {''.join(value)!r}, of which numpy drops the zeros at its end; store a "
-                "plain str, made without numpy"
+                f"{where} is the numpy text {''.join(value)!r}, whose trailing zeros numpy drops; store a plain str, "
+                "created without numpy"
             )
         return ["scalar", _numpy_descr(element.dtype, where)], element.tobytes()
     if isinstance(value, int):
@@ -256,7 +256,7 @@ def read(source: Source, start: int, stop: int, number: int, image: ImageDecoder
     """The sample in ``source[start:stop]``, whose stamp must bear `number`; arrays, tensors and bytes are copies.
 
     `image` gets an image file, and its mode where it is to come back as written; None: the bytes of the file.
-    DamagedError where the value is not what was written; what `image` or a malformed leaf raises comes through.
+    DamagedError if the value is not what was written; what `image` or a malformed leaf raises comes through.
     """
     begin, structure, layout = _latest
     at = start + _STRUCTURE + len(structure)
@@ -354,7 +354,7 @@ def _part_layout(structure: bytes, key: int | str) -> tuple[list[Leaf | _Mode], 
     root = tree(structure)
     kind, *rest = root
     if kind not in ("tuple", "list", "dict"):
-        raise TypeError(f"the sample is no tuple, list or dict: it has no part {key!r}")
+        raise TypeError(f"the sample is not a tuple, list or dict: it has no part {key!r}")
     children = rest[-1]
     try:
         at = rest[0].index(key) if kind == "dict" else range(len(children))[key]  # type: ignore[index]

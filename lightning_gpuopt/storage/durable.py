@@ -42,7 +42,7 @@ def write_first(path: Path, data: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make renames in a directory durable, where its file system can."""
+    """Make renames in a directory durable, if its file system can."""
     try:
         handle = os.open(directory, os.O_RDONLY)
         try:

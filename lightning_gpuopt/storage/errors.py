@@ -1,4 +1,4 @@
-"""The errors of the storage."""
+"""The storage errors."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from lightning_gpuopt.images.errors import CorruptSampleError
 class StorageError(RuntimeError):
     """A dataset on disk cannot be read or written.
 
-    The text names the path, the sample where there is one, and what to do. Paths that are not there, or that are
-    there already, raise `FileNotFoundError` and `FileExistsError` instead.
+    The message names the path, the sample if there is one, and what to do. Paths that do not exist, or that exist
+    already, raise `FileNotFoundError` and `FileExistsError` instead.
     """
 
 
 class DamagedError(StorageError):
-    """Bytes on disk are not those that were written: a flipped bit, a truncated or foreign file."""
+    """Bytes on disk differ from those written: a flipped bit, a truncated or foreign file."""
 
 
 class DamagedFileError(DamagedError):
-    """A file of a dataset is missing, cut off, or not the one that the manifest tells of."""
+    """A file of a dataset is missing, truncated, or not the one listed in the manifest."""
 
 
 class DamagedSampleError(DamagedError, CorruptSampleError):

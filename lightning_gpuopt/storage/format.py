@@ -1,4 +1,4 @@
-"""What a dataset looks like on disk: names, the manifest, the record table. docs/lmdb-format.md describes it."""
+"""The on-disk layout of a dataset: names, the manifest, the record table. docs/lmdb-format.md describes it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Shard:
     digest: str  # of the samples' checksums in order: equal means the same samples
     file_digest: str  # of the whole LMDB file
     labels: list[list[Any]] = field(default_factory=list)  # key and dtype of the label columns, in file order
-    labels_digest: str | None = None  # of their file; None where there are none
+    labels_digest: str | None = None  # of their file; None if there are none
 
     @property
     def name(self) -> str:
@@ -76,7 +76,7 @@ class Shard:
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Shard:
-        """The shard of a manifest's or a sidecar's entry; ValueError where it is none."""
+        """The shard of a manifest's or a sidecar's entry; ValueError if it is none."""
         counts = [raw[name] for name in ("number", "num_samples", "file_bytes", "value_bytes")]
         if not all(type(count) is int and count >= 0 for count in counts):
             raise ValueError(f"a shard with the counts {counts}")
@@ -97,14 +97,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class LMDBInfo:
-    """What a dataset holds. Guide: ``docs/lmdb.md``.
+    """Counts and classes of a dataset. Guide: ``docs/lmdb.md``.
 
     Attributes:
-        num_samples: Samples in it.
+        num_samples: Number of samples.
         num_bytes: Bytes of all stored values.
         num_shards: LMDB files.
-        num_skipped: Samples of the source that are not in it; they are listed in its skipped.csv.
-        classes: Names of the classes, index by label; None where there are none.
+        num_skipped: Samples of the source that were skipped; its skipped.csv lists them.
+        classes: Names of the classes, index by label; None if there are none.
     """
 
     num_samples: int
@@ -119,7 +119,7 @@ class Manifest:
     """A dataset's manifest.json."""
 
     shards: tuple[Shard, ...]  # in the order of their samples
-    classes: tuple[str, ...] | None = None  # index by label; None where there are none
+    classes: tuple[str, ...] | None = None  # index by label; None if there are none
     num_skipped: int = 0  # samples of the source that are listed in skipped.csv
     source: dict[str, Any] = field(default_factory=dict)  # how it was built, as plain JSON
     skipped_digest: str | None = None  # XXH3-64 of skipped.csv, in hexadecimal; None: no file
@@ -228,7 +228,7 @@ def _not_a_dataset(path: Path) -> Exception:
     if what is not None:
         return StorageError(
             f"{path}: {what}, not a lightning-gpuopt dataset; convert it with "
-            f"build_lmdb({str(path)!r}, <new path>, allow_pickle=True) if you trust where it came from"
+            f"build_lmdb({str(path)!r}, <new path>, allow_pickle=True) if you trust its source"
         )
     return StorageError(
         f"{path}: not a lightning-gpuopt dataset (there is no {MANIFEST} in it); give the directory that build_lmdb "
@@ -242,7 +242,7 @@ _LMDB_META = struct.Struct("<16xIIII")
 
 
 def foreign_lmdb(path: Path) -> str | None:
-    """What kind of LMDB lies at `path` (a file, or a directory with data.mdb); None if none does."""
+    """The kind of LMDB at `path` (a file, or a directory with data.mdb); None if none does."""
     file = path / "data.mdb" if path.is_dir() else path
     try:
         with file.open("rb") as stream:
@@ -257,12 +257,12 @@ def foreign_lmdb(path: Path) -> str | None:
 
 
 def staging_directory(path: str | os.PathLike[str]) -> Path:
-    """Where the dataset for `path` is built before it is renamed into place: beside it, on the same file system."""
+    """The path at which the dataset for `path` is built before it is renamed into place: on the same file system."""
     path = Path(os.path.realpath(path))
     return path.with_name(f".{path.name}.building")
 
 
 def replaced_directory(path: str | os.PathLike[str]) -> Path:
-    """Where the dataset at `path` is for the moment in which another takes its place."""
+    """The temporary path of the dataset at `path` while another one replaces it."""
     path = Path(os.path.realpath(path))
     return path.with_name(f".{path.name}.replaced")

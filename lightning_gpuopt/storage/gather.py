@@ -127,7 +127,7 @@ def _column(kind: str, rest: list[Any]) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 def gather(datasets: Sequence[StoredRecords], indices: Indices | None = None) -> Gather | None:
-    """A `Gather` over datasets; None where their records are not equal arrays and numbers."""
+    """A `Gather` over datasets; None if their records are not equal arrays and numbers."""
     try:
         return Gather(datasets, indices)
     except TypeError:
@@ -135,7 +135,7 @@ def gather(datasets: Sequence[StoredRecords], indices: Indices | None = None) ->
 
 
 def plan(dataset: StoredRecords) -> GatherPlan | None:
-    """How to gather a dataset's batches; None where it has transforms, or records are not equal arrays and numbers."""
+    """How to gather a dataset's batches; None if it has transforms, or records are not equal arrays and numbers."""
     manifest = dataset.manifest
     if dataset.transform is not None or dataset.target_transform is not None or dataset.verify_checksum:
         return None
@@ -223,7 +223,7 @@ class Gather:
                 files.check(wanted)
                 heads, columns = self._copied(files.region, starts)
             self._from_disk = self._asked or blocks_read() != before
-            # The checksums are not compared here, as they are not where samples are read one by one.
+            # The checksums are not compared here, as they are not if samples are read one by one.
             right = np.ascontiguousarray(heads[:, :8]).view(">i8")[:, 0] == numbers
             alike = heads[:, 8:] == plan.prefix
             if right.all() and alike.all():
@@ -377,7 +377,7 @@ class _RecordFiles:
     def places(self, wanted: Indices, record_bytes: int) -> tuple[Indices, Indices, np.ndarray[Any, Any] | None]:
         """Where records begin (in the region, else in their files), their numbers, and which lie in their file.
 
-        The last is None where all do. DamagedFileError where a file is cut off, gone, or another one.
+        The last is None if all do. DamagedFileError if a file is cut off, gone, or another one.
         """
         if self._num_samples > _PLACES:
             return self._look_up(wanted, record_bytes)
@@ -407,7 +407,7 @@ class _RecordFiles:
         return starts if self.region is None else starts - self.region.starts[shards]
 
     def check(self, wanted: Indices) -> None:
-        """Raise DamagedFileError where a file of these records was cut off, or is gone or another one."""
+        """Raise DamagedFileError if a file of these records was cut off, or is gone or another one."""
         if len(self._shards) <= _FEW:
             try:
                 for shard in self._shards:

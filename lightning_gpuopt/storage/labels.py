@@ -116,7 +116,7 @@ def _num_buffers(node: Any) -> int:
 
 
 def open_labels(directory: Path, shard: Shard) -> int:
-    """A file descriptor of a shard's label columns; DamagedFileError where they are missing or of another size."""
+    """A file descriptor of a shard's label columns; DamagedFileError if they are missing or of another size."""
     path = directory / f"{shard.name}.lab"
     fd = open_file(path)
     expected = shard.num_samples * sum(np.dtype(dtype).itemsize for _, dtype in shard.labels)
@@ -134,9 +134,7 @@ def read_labels(directory: Path, shard: Shard) -> dict[int | str, np.ndarray[Any
     with open(open_labels(directory, shard), "rb") as stream:
         data = stream.read()
     if xxhash.xxh3_64_hexdigest(data) != shard.labels_digest:
-        raise DamagedFileError(
-            f"{directory / shard.name}.lab: not the label columns that the manifest tells of; {ANEW}"
-        )
+        raise DamagedFileError(f"{directory / shard.name}.lab: not the label columns listed in the manifest; {ANEW}")
     columns, at = {}, 0
     for key, dtype in shard.labels:
         columns[key] = np.frombuffer(data, dtype, shard.num_samples, at)

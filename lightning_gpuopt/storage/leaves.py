@@ -107,7 +107,7 @@ def _tuples(descr: list[Any]) -> list[Any]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch dtype of that name; DamagedError where this torch has none."""
+    """The torch dtype of that name; DamagedError if this torch has none."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise DamagedError(f"a tensor of dtype {name!r}, which this torch does not have")

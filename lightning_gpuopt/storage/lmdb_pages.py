@@ -23,7 +23,7 @@ _NO_PAGE: Final = (1 << 64) - 1
 
 
 def values(data: Any) -> Iterator[tuple[bytes, int, int]]:
-    """Key, offset in the file and length of every value, in key order; ValueError where LMDB writes no such pages."""
+    """Key, offset in the file and length of every value, in key order; ValueError if LMDB writes no such pages."""
     try:
         yield from _walk(data)
     except (struct.error, IndexError) as err:

@@ -38,24 +38,24 @@ _Part = list[Any] | np.ndarray[Any, Any]  # a shard's part of a column
 
 
 class LMDBDataset(Dataset[Any]):
-    """A dataset that `build_lmdb` or `LMDBWriter` made, by index.
+    """A map-style dataset written by `build_lmdb` or `LMDBWriter`.
 
-    Safe in worker processes however they are started, from threads, and when the same dataset is opened again. Files
-    are opened when a sample of theirs is read, once a process. Guide: ``docs/lmdb.md``.
+    Safe in worker processes with any start method, from threads, and when the same dataset is opened twice. Each
+    process opens a file when it first reads one of its samples. Guide: ``docs/lmdb.md``.
 
     Args:
         path: The dataset's directory.
         transform: Applied to the image of (image, label), and to the whole of any other sample: (image, mask),
             (image, {"boxes": ...}), dicts.
         target_transform: Applied to the second of a sample's two parts.
-        decode: What becomes of images: ``"pil"`` RGB images, ``"tensor"`` uint8 tensors ``[3, H, W]``, both upright,
-            or ``"raw"`` the bytes of the image file. Images that were written in another mode than RGB (masks, depth)
-            come back in it: as PIL images, or ``[C, H, W]`` in their own dtype. So do other values.
-        verify_checksum: Compare every sample that is read with its checksum.
+        decode: Type of the images: ``"pil"`` RGB images, ``"tensor"`` uint8 tensors ``[3, H, W]``, both upright, or
+            ``"raw"`` the bytes of the image file. Images written in another mode than RGB (masks, depth) keep it: as
+            PIL images, or ``[C, H, W]`` in their own dtype. Other values come back as written.
+        verify_checksum: Check every sample that is read against its checksum.
 
     Raises:
-        FileNotFoundError: There is nothing at `path`.
-        StorageError: What is there cannot be read.
+        FileNotFoundError: `path` does not exist.
+        StorageError: It cannot be read.
 
     Example::
 
@@ -100,25 +100,25 @@ class LMDBDataset(Dataset[Any]):
 
     @property
     def classes(self) -> list[str] | None:
-        """Names of the classes, index by label; None where there are none."""
+        """Names of the classes, index by label; None if there are none."""
         return None if self.manifest.classes is None else list(self.manifest.classes)
 
     @property
     def info(self) -> LMDBInfo:
-        """What the dataset holds."""
+        """The dataset's counts and classes."""
         return self.manifest.info
 
     @property
     def class_to_idx(self) -> dict[str, int]:
-        """The label of each class; empty where there are no classes."""
+        """The label of each class; empty if there are no classes."""
         return {name: label for label, name in enumerate(self.manifest.classes or ())}
 
     @cached_property
     def targets(self) -> Sequence[Any]:
         """The label of each sample: the second part, or the entry called label, cls or target.
 
-        Whole numbers come from the label columns, which lie beside the samples, and are kept as a numpy array. Of
-        datasets and labels without such columns the samples are read, but for their images.
+        Whole numbers come from the label columns, which are stored next to the samples, and are kept as a numpy array.
+        Without such columns, the samples are read, except for their images.
 
         Raises:
             AttributeError: The samples have neither.
@@ -133,7 +133,7 @@ class LMDBDataset(Dataset[Any]):
                 return Labels(np.concatenate(numbers))
             return _joined(parts)
         except (LookupError, TypeError) as err:
-            raise AttributeError(f"{self.path}: there are no targets: {err}") from None
+            raise AttributeError(f"{self.path}: it has no targets: {err}") from None
 
     def _target_key(self) -> int | str:
         structure = self._structure
@@ -148,9 +148,9 @@ class LMDBDataset(Dataset[Any]):
 
     @cached_property
     def as_written(self) -> set[tuple[int | str, ...]]:
-        """Where in a sample arrays, tensors and images in a mode of their own lie, by indices and keys from outside in.
+        """The positions of arrays, tensors and images in other modes in a sample, as indices and keys, outermost first.
 
-        As the first sample of each shard has them; nowhere where a transform, or a subclass, makes other samples.
+        Taken from the first sample of each shard; empty if a transform or a subclass makes other samples.
         """
         if not self._own or self.transform is not None or not self._num_samples:
             return set()
@@ -264,10 +264,10 @@ class LMDBDataset(Dataset[Any]):
         return gather(datasets, indices)
 
     def read_ahead(self, indices: Sequence[int]) -> None:
-        """Have the kernel begin to read a batch's samples, where the last batch was not in memory.
+        """Have the kernel start reading a batch's samples, if the last batch was not in memory.
 
-        That keeps the disk's queue full. It is not done where the samples are in memory: it would cost a third of what
-        reading small ones costs.
+        That keeps the disk's queue full. It is not done if the samples are in memory: it would cost a third of the time
+        of reading small ones.
         """
         blocks = blocks_read()
         from_disk, self._blocks = blocks != self._blocks, blocks
@@ -282,7 +282,7 @@ class LMDBDataset(Dataset[Any]):
         return f"{self.path}: sample {index}"
 
     def image_file(self, index: int) -> bytes | None:
-        """The first image file of a sample; None where there is none."""
+        """The first image file of a sample; None if there is none."""
         data = self.encoded_image(index)
         return None if data is None else bytes(data)
 
@@ -366,7 +366,7 @@ class LMDBDataset(Dataset[Any]):
         """A sample after the transforms.
 
         Raises:
-            ValueError: There is a `target_transform`, but no second part that it could be applied to.
+            ValueError: There is a `target_transform`, but no second part to apply it to.
         """
         if self.transform is None and self.target_transform is None:
             return sample
@@ -392,7 +392,7 @@ class LMDBDataset(Dataset[Any]):
         return kind in ("tuple", "list") and len(rest[0]) == 2 and rest[0][1][0] == "image"
 
     def _refuse(self, at: int, within: int, err: Exception) -> NoReturn:
-        """Raise what went wrong with a sample: DamagedSampleError or DamagedError where it or its shard is bad."""
+        """Raise what went wrong with a sample: DamagedSampleError or DamagedError if it or its shard is bad."""
         shard = self.manifest.shards[at]
         name = f"{self.path}: sample {self.starts[at] + within}"
         if isinstance(err, OSError) and Path(str(err.filename)).stem == shard.name:  # its file cannot be read

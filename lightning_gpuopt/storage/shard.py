@@ -37,7 +37,7 @@ LARGE: Final = 64 << 10  # values of so many bytes and more are read, and not co
 _DESCRIPTORS: Final = 4  # of a shard: its file, a large record table, and before Python 3.13 a map of each
 # a shard's record table is kept in memory up to this size (87,000 samples); larger ones are mapped
 TABLE_IN_MEMORY: Final = 1 << 20
-COPY_AGAIN: Final = "copy it again from where it came, or build the dataset again"
+COPY_AGAIN: Final = "copy it again from its source, or build the dataset again"
 ANEW: Final = f"if the dataset was built again meanwhile, open it again, else {COPY_AGAIN}"
 _CALLED: Final = {".tab": "the shard's record table", ".lab": "the file of the shard's labels"}
 _OFFSET: Final = struct.Struct("<Q")
@@ -58,14 +58,14 @@ class OpenFile:
         self.fd = fd
         self._path, self._size = path, size
         self._map: mmap.mmap | None = None
-        self.table: OpenFile | None = None  # the record table of a shard's file, where it is not kept in memory
+        self.table: OpenFile | None = None  # the record table of a shard's file, if it is not kept in memory
         self.used = True  # since somebody last looked
 
     def __del__(self, close: Any = os.close) -> None:
         close(self.fd)
 
     def check(self) -> None:
-        """Raise DamagedFileError where the file was cut off."""
+        """Raise DamagedFileError if the file was cut off."""
         try:
             size = os.lseek(self.fd, 0, os.SEEK_END)
         except OSError as err:
@@ -90,7 +90,7 @@ class OpenFile:
 class ShardReader:
     """A finished shard, opened for reading. Safe between threads and after fork; `open_shard` shares one a process.
 
-    Its files are closed while others are used, and opened again when a sample is read. DamagedFileError where one is
+    Its files are closed while others are used, and opened again when a sample is read. DamagedFileError if one is
     missing or is not the one of the manifest.
     """
 
@@ -108,7 +108,7 @@ class ShardReader:
         self.file()
 
     def file(self) -> OpenFile:
-        """Its file, open at least as long as this is held; DamagedFileError where it is missing or another one."""
+        """Its file, open at least as long as this is held; DamagedFileError if it is missing or another one."""
         file = self._file
         if file is not None:
             file.used = True
@@ -156,7 +156,7 @@ class ShardReader:
         return offsets, np.frombuffer(data, "<u4", n, TABLE_HEAD.size + 8 * n)
 
     def place(self, index: int) -> tuple[int, int]:
-        """Where a sample's value begins and ends in the file; DamagedError where the table is damaged."""
+        """Where a sample's value begins and ends in the file; DamagedError if the table is damaged."""
         if self._table is not None:
             start = self._table[0][index]
             stop = start + self._table[1][index]
@@ -171,7 +171,7 @@ class ShardReader:
         return start, stop
 
     def value(self, index: int) -> bytes:
-        """The stored value of a sample; DamagedError where the table or the file is not what was written."""
+        """The stored value of a sample; DamagedError if the table or the file is not what was written."""
         start, stop = self.place(index)
         file = self._file or self.file()
         file.used = True
@@ -221,7 +221,7 @@ class ShardReader:
         return codec.part(self.file().mapped(), self.place(index)[0], self._first + index, key)
 
     def numbers(self, key: int | str) -> _Numbers | None:
-        """A part of all samples that is a number at the same place from the end of each; None where it is not so."""
+        """A part of all samples that is a number at the same place from the end of each; None if it is not so."""
         found = None if self.shard.structure is None else codec.number_from_end(self.shard.structure, key)
         if found is None:
             return None
@@ -251,7 +251,7 @@ class ShardReader:
         return values
 
     def check(self, index: int) -> bytes:
-        """Compare a sample with its checksum, and return that; DamagedError where they differ."""
+        """Compare a sample with its checksum, and return that; DamagedError if they differ."""
         return check(self.value(index), self._first + index)
 
     def will_need(self, index: int) -> None:
@@ -263,7 +263,7 @@ class ShardReader:
 
 
 def read_exactly(fd: int, length: int, start: int, path: Path) -> bytes:
-    """Bytes of a file, short reads continued; DamagedFileError where it ends before, or the server has it no more."""
+    """Bytes of a file, short reads continued; DamagedFileError if it ends before, or the server has it no more."""
     pieces, at, stop = [], start, start + length
     while at < stop:
         try:
@@ -283,28 +283,28 @@ def _failed(err: OSError, path: Path, at: int) -> OSError | DamagedFileError:
 
 
 def _cut_off(path: Path, size: int) -> DamagedFileError:
-    return DamagedFileError(f"{path}: cut off while it was read: it ends before byte {size + 1}; {ANEW}")
+    return DamagedFileError(f"{path}: truncated while it was read: it ends before byte {size + 1}; {ANEW}")
 
 
 def check_file(path: Path, fd: int, shard: Shard) -> None:
-    """Raise DamagedFileError where a shard's LMDB file has not the size of the manifest."""
+    """Raise DamagedFileError if a shard's LMDB file has not the size of the manifest."""
     size = os.fstat(fd).st_size
     if size != shard.file_bytes:
         raise DamagedFileError(
-            f"{path}: {size} bytes long; the manifest tells of {shard.file_bytes}: it is truncated or not the file "
-            f"that was written; {ANEW}"
+            f"{path}: {size} bytes long, but {shard.file_bytes} in the manifest: it is truncated or not the file that "
+            f"was written; {ANEW}"
         )
 
 
 def check_table(path: Path, fd: int, shard: Shard) -> None:
-    """Raise DamagedFileError where a record table's size or head is not that of the manifest."""
+    """Raise DamagedFileError if a record table's size or head is not that of the manifest."""
     size = os.fstat(fd).st_size
     if size != table_bytes(shard.num_samples):
         raise DamagedFileError(f"{path}: {size} bytes long; expected {table_bytes(shard.num_samples)}: {COPY_AGAIN}")
     magic, samples, file_bytes, digest = TABLE_HEAD.unpack(read_exactly(fd, TABLE_HEAD.size, 0, path))
     expected = (TABLE_MAGIC, shard.num_samples, shard.file_bytes, shard.digest)
     if (magic, samples, file_bytes, digest.hex()) != expected:
-        raise DamagedFileError(f"{path}: not the record table that the manifest tells of; {ANEW}")
+        raise DamagedFileError(f"{path}: not the record table listed in the manifest; {ANEW}")
 
 
 def open_file(path: Path) -> int:
@@ -357,7 +357,7 @@ def _close_down_to(most: int) -> None:
 
 
 def open_shard(directory: Path, shard: Shard) -> ShardReader:
-    """The reader of a shard, one a process; DamagedFileError where a file is missing or not the one of the manifest."""
+    """The reader of a shard, one a process; DamagedFileError if a file is missing or not the one of the manifest."""
     path = directory / f"{shard.name}.mdb"
     try:
         stat = os.stat(path)

@@ -89,7 +89,7 @@ class ShardWriter:
         return self.committed + len(self._pending)
 
     def add(self, sample: codec.Encoded) -> None:
-        """Append a sample; StorageError where it is larger than LMDB can store, OSError where the disk is full."""
+        """Append a sample; StorageError if it is larger than LMDB can store, OSError if the disk is full."""
         index = self.num_samples
         value = sample.value(self.number, index)
         if len(value) > MAX_VALUE_BYTES:
@@ -111,7 +111,7 @@ class ShardWriter:
                     if added != len(self._pending):
                         raise StorageError(
                             f"{self._path}: LMDB took {added} of {len(self._pending)} samples in key order; another "
-                            "writer was at work here, build it again"
+                            "writer wrote here, build it again"
                         )
             except lmdb.MapFullError:
                 # The whole transaction is void; the batch is still here.
@@ -124,7 +124,7 @@ class ShardWriter:
             self._pending_bytes = 0
 
     def finish(self) -> Shard:
-        """Commit, write the record table, read everything back (DamagedError where it differs), and make it durable."""
+        """Commit, write the record table, read everything back (DamagedError if it differs), and make it durable."""
         self.commit()
         try:
             self._env.sync(True)
@@ -231,5 +231,5 @@ def _disk_error(err: lmdb.Error, path: Path, needed: int = 0) -> Exception:
         what = f"{text}; what was committed is safe: make room and run the build again with resume=True"
         return OSError(number, what, str(path))
     return StorageError(
-        f"{path}: LMDB gave up ({type(err).__name__}: {err}); build it again with overwrite=True without resume=True"
+        f"{path}: LMDB failed ({type(err).__name__}: {err}); build it again with overwrite=True without resume=True"
     )

@@ -61,7 +61,7 @@ def _torchvision() -> Any:
         return importlib.import_module(_PACKAGE)
     except Exception as error:  # it is not there, or one that was built for another torch
         warnings.warn(
-            f"samples have tensors of torchvision's classes (tv_tensors), and it cannot be imported ({error}): they "
+            f"samples have tensors of torchvision's classes (tv_tensors), which cannot be imported ({error}): they "
             "come as plain tensors; install torchvision",
             stacklevel=2,
         )

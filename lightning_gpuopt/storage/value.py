@@ -43,7 +43,7 @@ def sample_number(shard: Any, index: Any) -> Any:
 
 
 def pack(structure: bytes, buffers: list[bytes], number: int) -> bytes:
-    """The stored value of a sample; TypeError where a buffer is longer than LMDB can store."""
+    """The stored value of a sample; TypeError if a buffer is longer than LMDB can store."""
     body = [number.to_bytes(8, "big"), _bytes_head(len(structure)), structure]
     for buffer in buffers:
         body += (_bytes_head(len(buffer)), buffer)
@@ -66,7 +66,7 @@ def _bytes_head(length: int) -> bytes:
 
 
 def parse(source: Bytes, start: int = 0) -> Head:
-    """The head of the value that begins at `start`; DamagedError where there is none."""
+    """The head of the value that begins at `start`; DamagedError if there is none."""
     return Head._make(head_fields(source, start))
 
 
@@ -107,7 +107,7 @@ def bytes_at(source: Bytes, at: int) -> tuple[int, int]:
 
 
 def buffers(source: Bytes, head: Head) -> Iterator[tuple[int, int]]:
-    """Where each buffer of a value begins and ends; DamagedError where the value is cut off."""
+    """Where each buffer of a value begins and ends; DamagedError if the value is cut off."""
     at = head.buffers
     try:
         for _ in range(head.num_buffers):
@@ -119,7 +119,7 @@ def buffers(source: Bytes, head: Head) -> Iterator[tuple[int, int]]:
 
 
 def check(value: bytes | memoryview, number: int) -> bytes:
-    """A value's checksum (XXH3-64 of number and content, 8 bytes, big endian); DamagedError where its own differs."""
+    """A value's checksum (XXH3-64 of number and content, 8 bytes, big endian); DamagedError if its own differs."""
     head = parse(value)
     if head.number != number:
         raise DamagedError("another sample lies in its place")

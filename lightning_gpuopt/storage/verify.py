@@ -62,9 +62,9 @@ def verify(
 ) -> VerifyReport:
     """Compare every byte of a dataset with the checksums that were taken when it was written.
 
-    Files are read, neither mapped nor walked: a damaged one, or a disk that fails, gives a problem in the report. With
-    `decode` images are decoded too: some may have been broken when stored. `progress` gets the samples done since its
-    last call. FileNotFoundError, StorageError (no dataset of ours, or of a newer version).
+    Files are read, not mapped: a damaged file or a failing disk becomes a problem in the report. With `decode`, images
+    are decoded too, since some may have been stored broken. `progress` gets the number of samples done since its last
+    call. FileNotFoundError, StorageError (not a lightning-gpuopt dataset, or of a newer version).
     """
     num_proc = whole_number("num_proc", num_proc, "a number of processes", least=1)
     directory = Path(os.path.abspath(path))
@@ -174,7 +174,7 @@ class _ShardFiles(ExitStack):
 
 
 def _check(task: _Task) -> tuple[int, list[Problem]]:
-    """Samples that were checked, and what is wrong."""
+    """The number of checked samples, and the problems."""
     try:
         files = _ShardFiles(task.directory, task.shard)
     except (StorageError, OSError) as err:
@@ -187,7 +187,7 @@ def _check(task: _Task) -> tuple[int, list[Problem]]:
             places = files.places(task.start, task.stop)
         except (OSError, ValueError) as err:
             first, last = task.first + task.start, task.first + task.stop - 1
-            return 0, [(None, f"{files.table}: the places of samples {first} to {last} cannot be read: {err}")]
+            return 0, [(None, f"{files.table}: the positions of samples {first} to {last} cannot be read: {err}")]
         problems: list[Problem] = []
         for index, (offset, length) in enumerate(places, task.start):
             wrong = _check_sample(files, task, index, offset, length)
@@ -221,8 +221,8 @@ def _check_files(files: _ShardFiles, shard: Shard) -> Iterator[Problem]:
             if file_digest(stream) != shard.file_digest:
                 yield (
                     None,
-                    f"{files.path}: it is not the file that was written (where all its samples are fine, the damage is "
-                    "in LMDB's own pages: LMDBDataset does without these, other readers do not)",
+                    f"{files.path}: it is not the file that was written (if all its samples are fine, the damage is in "
+                    "LMDB's own pages: LMDBDataset does not need them, other readers do)",
                 )
     except OSError as err:
         yield None, f"{files.path}: it cannot be read: {err}"

@@ -25,27 +25,27 @@ _log = logging.getLogger(__name__)
 
 
 class LMDBWriter:
-    """Writes a dataset, sample by sample, beside its path; closing it puts it there in one step.
+    """Writes a dataset sample by sample next to its path; closing it publishes it there in one step.
 
     Every commit (16 MiB or 4,096 samples) reaches the disk before the next begins, so a killed process or a power cut
-    costs what came after the last one, and ``resume=True`` goes on from there. An exception in the ``with`` block
-    leaves the unfinished dataset for that. Guide: ``docs/lmdb.md``.
+    loses only samples after the last one, and ``resume=True`` continues from there. An exception in the ``with`` block
+    keeps the unfinished dataset for that. Guide: ``docs/lmdb.md``.
 
     Args:
         path: Directory of the dataset.
         samples_per_shard: Samples in each LMDB file; None: a new one when 8 GiB are full.
         map_size_step: Bytes by which LMDB's memory map grows.
-        overwrite: Replace a dataset at `path`, when the new one is closed; throw an unfinished one away.
-        resume: Go on with an unfinished dataset: write the samples from number ``len(writer)`` on. Where it is
-            finished already, there is nothing left to write, and `close` gives what it holds.
+        overwrite: Replace a dataset at `path` when the new one is closed; delete an unfinished one.
+        resume: Continue an unfinished dataset: write the samples from number ``len(writer)`` on. If it is already
+            finished, there is nothing left to write, and `close` returns its `LMDBInfo`.
 
     Attributes:
         classes: Names of the classes, index by label; may be set until the writer is closed.
 
     Raises:
-        FileExistsError: There is something at `path`, or an unfinished dataset beside it, or with `resume` a finished
-            dataset that was begun with other arguments.
-        StorageError: Another process writes it, or the unfinished one was begun with other arguments.
+        FileExistsError: `path` exists, or an unfinished dataset is next to it, or with `resume` a finished dataset was
+            begun with other arguments.
+        StorageError: Another process writes it, or the unfinished dataset was begun with other arguments.
 
     Example::
 
@@ -113,7 +113,7 @@ class LMDBWriter:
             self._leave(kind.__name__)
 
     def __len__(self) -> int:
-        """Samples that are safe on the disk, from the first on; the rest of those given is safe when it is closed."""
+        """Number of samples that are safely on disk, from the first on; the rest are safe once the writer is closed."""
         return self._before() + (0 if self._shard is None else self._shard.committed)
 
     def __repr__(self) -> str:
@@ -127,14 +127,14 @@ class LMDBWriter:
 
     @property
     def num_samples(self) -> int:
-        """Samples given so far, with those of the runs before this one."""
+        """Number of samples written so far, including earlier runs."""
         return self._before() + (0 if self._shard is None else self._shard.num_samples)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes, index by label.
 
-        To be set in the run that closes the dataset: a resume begins without.
+        Set them in the run that closes the dataset: a resume starts without them.
         """
         return self._classes
 
@@ -155,16 +155,15 @@ class LMDBWriter:
 
         Args:
             sample: bytes, int, float, bool, str, None, a numpy array, a tensor, a PIL image, or a tuple, list or dict
-                of these. A PIL image comes back with the pixels that it has here: its EXIF orientation, as that of any
-                object, is not applied. One that was opened from a file, and not changed, is stored as that file, but
-                for the orientation.
+                of these. A PIL image comes back with its current pixels: its EXIF orientation is not applied. An
+                unchanged image opened from a file is stored as that file, without the orientation.
 
         Raises:
-            TypeError: It has a part that cannot be stored without pickle, or not without loss (a masked array); the
-                writer goes on with the next sample.
+            TypeError: It has a part that cannot be stored without pickle or without loss (a masked array); the writer
+                continues with the next sample.
             StorageError: It is larger than what LMDB stores.
-            OSError: The disk is full; what was committed is safe, and what was not is kept for the next commit, this
-                sample included.
+            OSError: The disk is full; committed samples are safe, and the others, this one included, are kept for the
+                next commit.
             ValueError: The writer is closed, or the dataset was finished before.
         """
         staging = self._open()
@@ -178,7 +177,7 @@ class LMDBWriter:
         self._finish_if_full()
 
     def flush(self) -> None:
-        """Commit what was written so far: afterwards it is safe.
+        """Commit the samples written so far: afterwards they are safe.
 
         Raises:
             OSError: The disk is full.
@@ -197,7 +196,7 @@ class LMDBWriter:
             What it holds.
 
         Raises:
-            OSError: The disk is full; what was committed is safe, and ``resume=True`` goes on.
+            OSError: The disk is full; committed samples are safe, and ``resume=True`` continues.
             ValueError: No sample was written, or the writer was aborted or left with an exception.
         """
         if self._info is not None:
@@ -222,7 +221,7 @@ class LMDBWriter:
         return self._info
 
     def abort(self) -> None:
-        """Throw away what was written; a dataset at the path stays as it is. Idempotent."""
+        """Delete the unfinished dataset; a dataset at the path stays unchanged. Idempotent."""
         if self._staging is not None:
             self._open()
             if self._shard is not None:
@@ -235,7 +234,7 @@ class LMDBWriter:
         if self._was_finished:
             raise ValueError(
                 f"{self.path}: it is finished, with {len(self)} samples; give overwrite=True without resume=True to "
-                "write it anew, or another path"
+                "write it again, or another path"
             )
         if self._staging is None:
             raise ValueError(
@@ -264,7 +263,7 @@ class LMDBWriter:
         self._shard = None
 
     def _leave(self, why: str) -> None:
-        """Let go of the unfinished dataset, and say how to go on."""
+        """Release the unfinished dataset, and log how to continue."""
         if self._shard is not None:
             try:
                 self._shard.commit()
@@ -288,7 +287,7 @@ class LMDBWriter:
 
 
 def _finished(path: Path, plan: Plan) -> Manifest | None:
-    """The finished dataset at a path, or None; FileExistsError where it was begun otherwise than by this writer."""
+    """The finished dataset at a path, or None; FileExistsError if it was begun otherwise than by this writer."""
     manifest = finished_dataset(path)
     if manifest is None or manifest.source == plan:
         return manifest

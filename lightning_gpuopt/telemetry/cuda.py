@@ -26,8 +26,8 @@ def chooser(
         chosen = choose_devices(wanted, listed, visible, current)
         if visible.order_is_guess:
             text = (
-                "this machine has GPUs of several models, which CUDA numbers by speed and this process has not asked "
-                "CUDA: the numbers in gpu/{i}/ are NVML's. CUDA_DEVICE_ORDER=PCI_BUS_ID makes both the same."
+                "this machine has GPUs of several models, which CUDA numbers by speed, and CUDA was not queried here: "
+                "the numbers in gpu/{i}/ are NVML's. With CUDA_DEVICE_ORDER=PCI_BUS_ID both are the same."
             )
             notices.append(Notice("info", "gpu-order", text))
         return chosen

@@ -57,7 +57,7 @@ class GpuHealth:
 
 @dataclass(frozen=True)
 class NvmlHealth:
-    driver: str = ""  # its version; empty where it is not known
+    driver: str = ""  # its version; empty if it is not known
     cuda: tuple[int, int] | None = None  # the newest CUDA that the driver runs, as (major, minor)
     gpus: tuple[GpuHealth, ...] = ()  # by NVML index, each followed by its MIG instances
     # UUIDs that a CUDA program of this process sees; None: the list of GPUs is not known
@@ -97,7 +97,7 @@ class HealthQuestion:
         answered = self._done.wait(timeout_s)
         failure = self._failure
         if not answered:
-            failure = f"NVML has not answered within {timeout_s:g} s"
+            failure = f"NVML did not respond within {timeout_s:g} s"
             self._given_up.set()
         if self._thread is not None:
             self._thread.wake()

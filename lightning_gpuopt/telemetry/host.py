@@ -1,6 +1,6 @@
 """What the host does: usable CPUs, how busy they are, and what the loader's workers do with their time.
 
-Linux's ``/proc`` and cgroup files, read on a thread of ours. Where a file cannot be read, its figure is absent.
+Linux's ``/proc`` and cgroup files, read on a thread of ours. If a file cannot be read, its figure is absent.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def allowed_cpus() -> int:
 def _sharers(local_ranks: int) -> int:
     """Ranks that share the CPUs this process may run on.
 
-    All local ones where these are the whole machine. Where they are a part of it, a launcher has pinned the ranks, and
+    All local ones if these are the whole machine. If they are a part of it, a launcher has pinned the ranks, and
     each has its own.
     """
     return local_ranks if allowed_cpus() >= (os.cpu_count() or 1) else 1
@@ -88,7 +88,7 @@ def cgroups(controller: str, cgroup_root: Path, proc: Path) -> list[Path]:
 
 
 def _quota_of(group: Path) -> float | None:
-    """CPUs that a cgroup allows; None where it sets no limit."""
+    """CPUs that a cgroup allows; None if it sets no limit."""
     try:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""The one table of GPU metrics: key, unit, meaning, and which statistic of which reading it is."""
+"""The table of GPU metrics: key, unit, meaning, reading and its statistic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("utilization_min", "%", "smallest reading of utilization", "utilization", "min"),
     Metric("utilization_max", "%", "largest reading of utilization", "utilization", "max"),
     Metric("sm_activity", "%", "share of the SMs that had work, from NVML GPM (Hopper and later)", "sm_activity"),
-    Metric("tensor_activity", "%", "time in which tensor cores were at work, from NVML GPM", "tensor_activity"),
+    Metric("tensor_activity", "%", "time in which tensor cores were active, from NVML GPM", "tensor_activity"),
     Metric("dram_activity", "%", "share of the memory bandwidth in use, from NVML GPM", "dram_activity"),
     Metric("memory_used_mib", "MiB", "memory in use, without the driver's reserve", "memory_used_mib"),
     Metric("memory_percent", "%", "memory in use, of the total", "memory_percent"),
@@ -45,11 +45,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("power_limit_w", "W", "power limit in force", "power_limit_w", "mean", "all"),
     Metric("pcie_rx_mib_s", "MiB/s", "PCIe traffic to the GPU", "pcie_rx_mib_s", "mean", "all"),
     Metric("pcie_tx_mib_s", "MiB/s", "PCIe traffic from the GPU", "pcie_tx_mib_s", "mean", "all"),
-    Metric("sm_occupancy", "%", "active warps of the possible ones, from NVML GPM", "sm_occupancy", "mean", "all"),
+    Metric("sm_occupancy", "%", "active warps as a share of the maximum, from NVML GPM", "sm_occupancy", "mean", "all"),
     Metric("nvlink_rx_mib_s", "MiB/s", "NVLink traffic to the GPU, all links", "nvlink_rx_mib_s", "mean", "all"),
     Metric("nvlink_tx_mib_s", "MiB/s", "NVLink traffic from the GPU, all links", "nvlink_tx_mib_s", "mean", "all"),
-    Metric("nvdec_utilization", "%", "load of the video decoders, their mean", "nvdec_utilization", "mean", "all"),
-    Metric("nvjpg_utilization", "%", "load of the JPEG decoders, their mean", "nvjpg_utilization", "mean", "all"),
+    Metric("nvdec_utilization", "%", "mean load of the video decoders", "nvdec_utilization", "mean", "all"),
+    Metric("nvjpg_utilization", "%", "mean load of the JPEG decoders", "nvjpg_utilization", "mean", "all"),
     Metric("ecc_uncorrected", "errors", "uncorrected ECC errors since the run began", "ecc_uncorrected", "max", "all"),
     Metric("memory_used_mib_max", "MiB", "largest reading of memory in use", "memory_used_mib", "max", "summary"),
     Metric("temperature_c_max", "°C", "highest reading of temperature", "temperature_c", "max", "summary"),
@@ -59,7 +59,7 @@ METRICS: tuple[Metric, ...] = (
 CROSS_DEVICE: dict[str, str] = {
     "gpu/mean/utilization": "mean of the devices' mean utilizations, %",
     "gpu/min/utilization": "smallest of the devices' mean utilizations, %",
-    "gpu/imbalance": "largest less smallest of the devices' mean utilizations, %",
+    "gpu/imbalance": "largest minus smallest of the devices' mean utilizations, %",
 }
 
 

@@ -53,7 +53,7 @@ class MemoryFiles:
         self._no_limit = min(_NO_LIMIT, psutil.virtual_memory().total)
 
     def process(self, pid: int | str) -> ProcessTimes | None:
-        """A process; None where it is gone."""
+        """A process; None if it is gone."""
         try:
             fields = self._stat(f"{pid}")
             main = self._stat(f"{pid}/task/{os.getpid() if pid == 'self' else pid}")
@@ -110,7 +110,7 @@ class MemoryFiles:
 
 
 def read_group(group: Path, no_limit: float = math.inf) -> CgroupMemory | None:
-    """What a cgroup's folder says; None where it says nothing. A limit from ``no_limit`` bytes on is none."""
+    """What a cgroup's folder says; None if it says nothing. A limit from ``no_limit`` bytes on is none."""
     for limit, current, peak, cache in (_V2, _V1):
         used = _int_of(group / current)
         if used is not None:

@@ -32,7 +32,7 @@ class MemoryWatch:
         reading.start()
 
     def await_first(self) -> None:
-        """Wait for a reading under way, where there was none before; a second at most."""
+        """Wait for a reading under way, if there was none before; a second at most."""
         reading = self._reading
         if self.largest is None and reading is not None:
             reading.join(_FIRST_S)

@@ -71,7 +71,7 @@ class GpuMonitor:
         """What the user should know, and was not reported yet."""
         if self._has_problem:
             self._problem_reported = True
-            text = f"each rank keeps to its own GPU figures: {self._gather.problem}."
+            text = f"each rank reports only its own GPU figures: {self._gather.problem}."
             self._own_notices.append(Notice("warning", "gather", text))
         pending: list[Notice] = []
         for queue in (self._own_notices, self._sampler.notices):
@@ -99,7 +99,7 @@ class GpuMonitor:
         rank 0 ``gather_timeout_s`` for the others' last windows.
         """
         if not self._sampler.stop(timeout_s):
-            text = "NVML does not answer: its thread keeps running, and will shut NVML down when the call returns."
+            text = "NVML does not respond: its thread keeps running, and will shut NVML down when the call returns."
             self._own_notices.append(Notice("warning", "nvml-hangs", text))
         self.cut(step)
         self._gather.close(gather_timeout_s)

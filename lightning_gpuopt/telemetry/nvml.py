@@ -181,7 +181,7 @@ class DeviceReader:
         self._absent: dict[str, str] = {}
         self._sources: dict[str, MetricSource] = {}
         for reading in self._ways:
-            self._hand_on(reading, "not told of a MIG instance")
+            self._hand_on(reading, "not reported for a MIG instance")
 
     def read(self) -> list[Value]:
         """Ask for what is due, while there is time; what fails is left out. DeviceLostError: the GPU is gone."""
@@ -256,7 +256,7 @@ class DeviceReader:
         self._sources[name].readings.add(reading)
 
     def _notify_left_out(self, cause: str, readings: list[str], reason: str) -> None:
-        text = f"{self._name}: NVML could not read {', '.join(readings)} ({reason}); such readings are left out."
+        text = f"{self._name}: NVML could not read {', '.join(readings)} ({reason}); such readings are skipped."
         self.notices.append(Notice("warning", cause, text))
 
     def _on_error(self, name: str, readings: list[str], code: int, reason: str = "") -> None:

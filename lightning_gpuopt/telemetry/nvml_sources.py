@@ -1,4 +1,4 @@
-"""What is asked of NVML for each reading, and the values that come of it; for ``telemetry.nvml`` only."""
+"""The NVML queries of each reading, and the values derived from them; for ``telemetry.nvml`` only."""
 
 from __future__ import annotations
 
@@ -336,7 +336,7 @@ def _is_ours(pid: int) -> bool:
 class _Neighbours(MetricSource):
     """Other processes that compute on the GPU: a series for each, ``"process 4711"``, its memory in MiB.
 
-    Where they are not told, as in many containers, there are none; where they are told by numbers of another PID
+    If they are not told, as in many containers, there are none; if they are told by numbers of another PID
     namespace, only how many there are.
     """
 

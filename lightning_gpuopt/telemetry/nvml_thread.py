@@ -52,7 +52,7 @@ class NvmlThread(threading.Thread):
         self._spent_s = 0.0
 
     def session(self) -> NvmlSession:
-        """NVML, initialised at the first call, for a user's turn; NvmlUnavailableError where it does not start."""
+        """NVML, initialised at the first call, for a user's turn; NvmlUnavailableError if it does not start."""
         if self._session is None:
             self._session = NvmlSession()
         return self._session

@@ -32,7 +32,7 @@ def _rss_mib(proc: str) -> float | None:
 
 
 def entries(folder: str) -> int | None:
-    """How many entries a folder has; None where it cannot be read."""
+    """How many entries a folder has; None if it cannot be read."""
     try:
         return len(os.listdir(folder))
     except OSError:

@@ -15,7 +15,7 @@ from lightning_gpuopt.telemetry.process import entries
 
 
 def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:
-    """Bytes that only this process uses (its private dirty pages); None where they cannot be read.
+    """Bytes that only this process uses (its private dirty pages); None if they cannot be read.
 
     The resident or proportional set size would not do: a forked worker shares its parent's dataset, and mapped files
     are page cache. Counting those would forbid a second worker beside a large array or LMDB file.
@@ -51,7 +51,7 @@ def files_left(wanted: int = 0, proc: Path = Path("/proc")) -> int | None:
 
 
 def processes_left(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc")) -> int | None:
-    """Processes and threads that this process's cgroup, and its parents, still allow; None where they set no limit."""
+    """Processes and threads that this process's cgroup, and its parents, still allow; None if they set no limit."""
     left = []
     for group in cgroups("pids", cgroup_root, proc):
         with contextlib.suppress(OSError, ValueError):  # also "max"
@@ -60,7 +60,7 @@ def processes_left(cgroup_root: Path = Path("/sys/fs/cgroup"), proc: Path = Path
 
 
 def free_shared_memory(path: Path = Path("/dev/shm")) -> int | None:
-    """Free bytes in ``/dev/shm``; None where there is no such place."""
+    """Free bytes in ``/dev/shm``; None if there is no such place."""
     try:
         return shutil.disk_usage(path).free
     except OSError:

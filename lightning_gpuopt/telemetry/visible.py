@@ -29,7 +29,7 @@ class NvmlDevice:
 
 @dataclass(frozen=True)
 class CudaDevice:
-    """What an initialised CUDA says of one ordinal; empty where it does not tell."""
+    """What an initialised CUDA says of one ordinal; empty if it does not tell."""
 
     uuid: str = ""  # with or without the ``GPU-`` or ``MIG-`` prefix
     pci_bus_id: str = ""  # ``domain:bus:device``, the function does not matter
@@ -39,7 +39,7 @@ class CudaDevice:
 class Visible:
     """The devices that CUDA programs of this process see, in CUDA's order."""
 
-    devices: tuple[NvmlDevice | None, ...]  # by ordinal; None where NVML does not know the device that CUDA sees
+    devices: tuple[NvmlDevice | None, ...]  # by ordinal; None if NVML does not know the device that CUDA sees
     order_is_guess: bool = False  # GPUs of several models, whose order by speed CUDA was not asked for
 
 
@@ -50,7 +50,7 @@ class Chosen:
 
 
 class DeviceNotFoundError(LookupError):
-    """A device that was asked for is not there; the text names it and what is visible."""
+    """A requested device does not exist; the message names it and the visible ones."""
 
 
 def visible_devices(

@@ -37,7 +37,7 @@ class ActivitySpan:
 def look_of(
     records: Iterable[Record], steps: Sequence[ActivitySpan], module_at: Callable[[float], str] | None = None
 ) -> StepLook | None:
-    """Account for the inside of steps; the mean step, or None where no record lies in them.
+    """Account for the inside of steps; the mean step, or None if no record lies in them.
 
     Records are in any order; steps, and the argument of ``module_at``, are seconds of the records' clock. While a copy
     that the step itself has issued runs, and nothing else, the GPU is idle for that copy if the next kernel was issued
@@ -133,7 +133,7 @@ class _Trace:
             yield StepWork(each.name, kind, each.seconds, module)
 
     def _issued_s(self, start_s: float) -> float:
-        """When the kernel that starts then was issued: before all that was recorded, where its call is not there."""
+        """When the kernel that starts then was issued: before all that was recorded, if its call is not there."""
         call = self._call_of.get(self._working[bisect_left(self._starts, start_s)].correlation)
         if call is not None:
             return call.start_s

@@ -47,7 +47,7 @@ class LastCall:
         self._process = self._at_ns = self._left = 0
 
     def begin(self) -> bool:
-        """Note calls of the thread that asks; False, and nothing is done, where it has a profile function already."""
+        """Note calls of the thread that asks; False, and nothing is done, if it has a profile function already."""
         yappi = sys.modules.get("yappi")  # sets one that Python does not know of
         if sys.getprofile() is not None or (yappi is not None and yappi.is_running()):
             return False
@@ -65,7 +65,7 @@ class LastCall:
 
     @property
     def at_ns(self) -> int | None:
-        """When this thread last called something, or something returned; None where that is not known."""
+        """When this thread last called something, or something returned; None if that is not known."""
         return self._at_ns if self._left > 0 and sys.getprofile() == self._seen else None
 
     def _seen(self, frame: FrameType, event: str, argument: Any) -> None:

@@ -20,11 +20,11 @@ class StepWork:
     name: str  # as the profiler gives it
     kind: str  # one of ``KERNEL_KINDS``
     seconds: float
-    module: str = ""  # the user's module that it belongs to; empty where none is known
+    module: str = ""  # the user's module that it belongs to; empty if none is known
 
 
 def table_of(works: Iterable[StepWork], steps: int, *, modules_watched: bool = False) -> StepKernels | None:
-    """Add up the work of so many steps; the mean step, or None where nothing ran."""
+    """Add up the work of so many steps; the mean step, or None if nothing ran."""
     works = [each for each in works if each.seconds > 0]
     whole_s = sum(each.seconds for each in works)
     if whole_s <= 0 or steps <= 0:

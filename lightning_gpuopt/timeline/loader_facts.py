@@ -12,7 +12,7 @@ from lightning_gpuopt.measurements.loading import LoaderFacts, Pipelines, Pipeli
 
 
 def facts_of(loaders: Sequence[LoaderDescription]) -> LoaderFacts:
-    """Sums and minima over loaders; None where one does not have a setting, as other loaders have none."""
+    """Sums and minima over loaders; None if one does not have a setting, as other loaders have none."""
     if not loaders or any(each.kind in WITHOUT_SETTINGS for each in loaders):
         return LoaderFacts(duplicates=_duplicates(loaders))
     workers = [each.num_workers for each in loaders if each.num_workers is not None]

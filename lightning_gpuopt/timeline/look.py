@@ -85,7 +85,7 @@ class ProfilerLook:
             raise CannotLookError(f"{type(error).__name__}: {error}") from error
 
     def step_done(self) -> bool:
-        """Count a step; True when the recording is over; CannotLookError where the profiler failed."""
+        """Count a step; True when the recording is over; CannotLookError if the profiler failed."""
         if self._profiler is None:
             return True
         self._left -= 1
@@ -107,7 +107,7 @@ class ProfilerLook:
         return last
 
     def read(self, spans: Sequence[ActivitySpan]) -> StepLook:
-        """What was recorded; CannotLookError where there is no record of these steps: another tool may have CUPTI.
+        """What was recorded; CannotLookError if there is no record of these steps: another tool may have CUPTI.
 
         Steps are in seconds of ``time.perf_counter``. Those outside of the recording are left out, and those issued
         before it began: their kernels are not in it.
@@ -146,7 +146,7 @@ class ProfilerLook:
     def _trace_of(self, profiler: Any) -> tuple[dict[str, Any], float]:
         """A profiler's trace, and what to add to its seconds for those of ``time.perf_counter``."""
         if abs(_shift_s() - self._shift_s) > _CLOCK_SET_S:
-            raise CannotLookError("the system's clock was set meanwhile")
+            raise CannotLookError("the system's clock was changed meanwhile")
         with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
             path = Path(folder) / "look.json"
             profiler.export_chrome_trace(str(path))
@@ -166,15 +166,15 @@ class ProfilerLook:
 
 
 def refuse_beside_another() -> None:
-    """Raise CannotLookError where the program has a profiler, even one between two recordings: its next would fail."""
+    """Raise CannotLookError if the program has a profiler, even one between two recordings: its next would fail."""
     kinds = {torch.profiler.profile, *_subclasses_of(torch.profiler.profile)}
     # an object refers to its class: that asks the collector once, in C, and not each of a million objects
     if profiler_is_enabled() or any(type(each) in kinds and each not in OURS for each in gc.get_referrers(*kinds)):
-        raise CannotLookError("the program has a torch.profiler of its own")
+        raise CannotLookError("the program uses torch.profiler itself")
 
 
 def _subclasses_of(kind: Any) -> list[type]:
-    """All classes that derive from one; none where something else stands in for it."""
+    """All classes that derive from one; none if something else stands in for it."""
     if not isinstance(kind, type):
         return []
     direct: list[type] = kind.__subclasses__()

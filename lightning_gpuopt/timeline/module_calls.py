@@ -81,7 +81,7 @@ class ModuleCalls:
 
 
 def _node_of(output: Any, depth: int = _DEPTH) -> Any:
-    """The node of the first tensor of an output that needs a gradient; None where there is none."""
+    """The node of the first tensor of an output that needs a gradient; None if there is none."""
     if isinstance(output, torch.Tensor):
         return output.grad_fn
     if isinstance(output, dict):

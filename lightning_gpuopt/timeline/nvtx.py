@@ -9,7 +9,7 @@ import torch
 
 
 class NvtxRanges:
-    """What the training thread does, as NVTX ranges; RuntimeError where this torch is built without CUDA."""
+    """What the training thread does, as NVTX ranges; RuntimeError if this torch is built without CUDA."""
 
     def __init__(self) -> None:
         self.push: Callable[[str], Any] = torch.cuda.nvtx.range_push

@@ -36,7 +36,7 @@ class PauseSlots:
             slots[slot] = made
 
     def add(self, kind: str, current: int, begun_ns: int, ended_ns: int) -> bool:
-        """Move a pause out of the open slot ``current``; False where that is no part of a step, and keeps the pause."""
+        """Move a pause out of the open slot ``current``; False if that is no part of a step, and keeps the pause."""
         made = self._slots[kind].get(current)
         if made is None:
             return False

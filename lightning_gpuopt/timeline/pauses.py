@@ -70,7 +70,7 @@ class PauseWatch(Probe):
         except Exception as error:
             log.debug("torch.compile cannot be watched", exc_info=True)
             self._compiler_failed = True
-            self._notes.append(f"Compilations by torch.compile could not be seen: {error}.")
+            self._notes.append(f"Compilations by torch.compile could not be detected: {error}.")
 
     @override
     def restart(self) -> None:

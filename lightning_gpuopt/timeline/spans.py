@@ -157,7 +157,7 @@ class ObservedSpan(Span):
 
 
 class BatchSpan(Span):
-    """All that brings a batch to the device. Where the hook that copies was not seen, the whole counts as the copy."""
+    """All that brings a batch to the device. If the hook that copies was not seen, the whole counts as the copy."""
 
     __slots__ = ("copies",)
 

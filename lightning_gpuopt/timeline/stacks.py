@@ -2,7 +2,7 @@
 
 Each sample stands for the time since the one before. A call into C that holds the interpreter's lock keeps the sampling
 thread waiting, and is what the sampled thread has just come out of when that gets its turn: so its whole time is
-attributed to it, where samples of equal weight would miss it.
+attributed to it; samples of equal weight would miss it.
 
 While it samples, the interpreter's switch interval is short. With the usual 5 ms a thread that waits for the lock
 begins to wait anew whenever the lock is let go of for a moment, as torch does in every operation: samples would come
@@ -130,7 +130,7 @@ class StackSampler:
             thread.join(timeout_s)
 
     def sample(self) -> bool:
-        """Take one sample; False where the thread did nothing that is asked for."""
+        """Take one sample; False if the thread did nothing that is asked for."""
         now = self._clock()
         since, self._last = now - self._last, now
         activity = self._activity()
@@ -149,7 +149,7 @@ class StackSampler:
         return True
 
     def _stacks(self) -> list[tuple[RawFrame, ...]]:
-        """What the sampled thread does, and, where that waits, what its helpers do instead."""
+        """What the sampled thread does, and, if that waits, what its helpers do instead."""
         own = self._stack_of(self._target)
         helpers = self._helpers() if own and is_waiting(own) else ()
         at_work = [stack for each in helpers if (stack := self._stack_of(each)) and not is_waiting(stack)]
@@ -204,7 +204,7 @@ class StackSampler:
 
 
 def start_sampling(*args: Any, **kwargs: Any) -> StackSampler | None:
-    """A sampler that runs; None where no thread can be started, or this Python lets none look at another's frames."""
+    """A sampler that runs; None if no thread can be started, or this Python lets none look at another's frames."""
     if not FRAMES_ARE_SAFE:
         return None
     sampler = StackSampler(*args, **kwargs)

@@ -55,7 +55,7 @@ class SyncLook:
     """Counts synchronizing calls inside so many training batches.
 
     ``inside`` tells whether the step's own work is being issued. ``outside`` is called at a synchronizing call
-    elsewhere on the thread that began the look, with the moment at which it began, by ``clock_ns``, where that is
+    elsewhere on the thread that began the look, with the moment at which it began, by ``clock_ns``, if that is
     known. ``sees_calls`` is whether such moments are known, and all that the mode does not know was seen: not while the
     program has a profile function of its own.
     """
@@ -178,7 +178,7 @@ class SyncLook:
 def place_of(frame: FrameType | None, filename: str, lineno: int) -> Call | None:
     """Where in the user's code a call was made; frames in ``filename``, the warning's place, are torch's machinery.
 
-    It is the innermost frame that is neither torch's nor Lightning's nor Python's own; None where the loops of
+    It is the innermost frame that is neither torch's nor Lightning's nor Python's own; None if the loops of
     Lightning come first: then nobody's code but theirs made the call.
     """
     folders = tuple(library_folders().values())

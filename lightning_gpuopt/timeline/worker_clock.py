@@ -123,7 +123,7 @@ class WorkerClock:
     def doing(self, worker: int) -> str:
         """What a worker does now and since when, in words; called in the training process."""
         if not 0 <= worker < _MAX_WORKERS:
-            return "is not watched"
+            return "is not monitored"
         row = worker * _FIELDS
         if not self._rows[row + _SINCE]:
             return "has made no batch yet"
@@ -248,7 +248,7 @@ class TimedCollate:
         fetcher.fetch = timed_fetch
 
     def _look(self, meter: _Meter) -> WorkerLook | None:
-        """What samples this process's stacks when it is asked to; None in the training process."""
+        """Samples this process's stacks on request; None in the training process."""
         worker, rows = get_worker_info(), meter.row
         if worker is None or self.gpuopt_clock is None:
             return None

@@ -1,4 +1,4 @@
-"""The number of a worker in reports, where two sets of workers serve one loader for a while."""
+"""The number of a worker in reports, if two sets of workers serve one loader for a while."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class WorkerStacks:
 
     @property
     def question(self) -> float:
-        """What is asked for now; 0: nothing."""
+        """The current request; 0: none."""
         return float(self._head[_WANTED])
 
     def answer(self) -> tuple[int, tuple[Stack, ...]]:
@@ -79,7 +79,7 @@ class WorkerStacks:
 
 
 class WorkerLook:
-    """Samples the thread that calls :meth:`batch_begins` when it is asked to; ``busy``: whether it is at a batch."""
+    """Samples the thread that calls :meth:`batch_begins` on request; ``busy``: whether it is at a batch."""
 
     def __init__(
         self, stacks: WorkerStacks, worker: int, busy: Callable[[], bool], batches: Callable[[], float]
@@ -99,7 +99,7 @@ class WorkerLook:
         self.seen = 0.0
 
     def batch_begins(self) -> None:
-        """What is asked for has changed."""
+        """The request has changed."""
         self.seen = self.wanted[_WANTED]
         if int(self.seen) & 0xFFFF == self._mine:
             self._begin(self.seen, "data_wait")

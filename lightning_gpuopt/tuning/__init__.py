@@ -1,1 +1,1 @@
-"""How many workers a loader needs."""
+"""Finds how many workers a loader needs."""

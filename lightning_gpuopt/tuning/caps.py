@@ -1,4 +1,4 @@
-"""How many workers this machine, this container and this job leave room for."""
+"""Computes how many workers this machine, container and job have room for."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _FILES_FOR_OTHERS: Final = 64  # descriptors kept free for checkpoints, logs and
 THREADS_OF_A_WORKER: Final = 4  # its main thread, those that send batches and serve their files; one here feeds it
 _THREADS_FOR_OTHERS: Final = 32
 BY_NAME: Final = (
-    "each tensor on its way is an open file, and this process may open no more: put "
-    "torch.multiprocessing.set_sharing_strategy('file_system') at the beginning of the program, or raise `ulimit -n`"
+    "each tensor in flight is an open file, and this process cannot open more: call "
+    "torch.multiprocessing.set_sharing_strategy('file_system') at the start of the program, or raise `ulimit -n`"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Cap:
-    """The most workers that fit, at least 1; ``remedy`` is what would leave room for more, if something simple does."""
+    """The most workers that fit, at least 1; ``remedy`` is a simple way to fit more, if there is one."""
 
     num_workers: int
     limited_by: LimitedBy
@@ -42,7 +42,7 @@ class Cap:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What this cgroup still has for workers of all ranks of the node; processes count threads; None: not known."""
+    """The cgroup's free resources for workers of all ranks of the node; processes count threads; None: unknown."""
 
     cpus: float
     memory_bytes: int | None = None
@@ -52,7 +52,7 @@ class Room:
 
 
 def room(files: int = 0) -> Room:
-    """The room of this node now; where fewer ``files`` may be opened, the process's soft limit becomes its hard one."""
+    """This node's room now; if fewer ``files`` can be opened, the process's soft limit is raised to its hard one."""
     return Room(usable_cpus(), available_memory(), free_shared_memory(), processes_left(), files_left(files))
 
 
@@ -69,7 +69,7 @@ def worker_cap(
 ) -> Cap:
     """The most workers that one rank's loader should have, by default at most min(32, 8 × usable CPUs).
 
-    ``keep``: how many of the running ones may stay. Only what is really short counts then, and no reserve.
+    ``keep``: how many of the running ones can stay. Then only a real shortage counts, without a reserve.
     """
     most = max_num_workers if max_num_workers is not None else most_workers(room.cpus / local_world_size)
     caps = [Cap(sys.maxsize if keep else most, "max_num_workers")]
@@ -102,7 +102,7 @@ def files_wanted(workers: int, prefetch_factor: int, batch_tensors: int) -> int:
 
 
 def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_world_size: int = 1) -> int | None:
-    """The largest ``prefetch_factor`` for which there is room, at least 1; None where that cannot be known."""
+    """The largest ``prefetch_factor`` for which there is room, at least 1; None if that cannot be known."""
     if room.shared_memory_bytes is None or not batch_bytes:
         return None
     bytes_left = PART_OF_SHARED_MEMORY * room.shared_memory_bytes
@@ -112,6 +112,6 @@ def prefetch_that_fits(room: Room, *, workers: int, batch_bytes: float, local_wo
 
 
 def files_of(batch: Any) -> int:
-    """Descriptors of a batch until it is freed: one for each tensor; none where torch shares tensors by name."""
+    """Descriptors of a batch until it is freed: one for each tensor; none if torch shares tensors by name."""
     strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
     return tensors_in(batch) if strategy == "file_descriptor" else 0

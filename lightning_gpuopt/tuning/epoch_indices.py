@@ -1,4 +1,4 @@
-"""What the batches of an epoch are made of: the sampler is iterated once, for one segment after the other."""
+"""The indices of an epoch's batches: the sampler is iterated once, for one segment after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class EpochIndices:
-    """What the batches of an epoch are made of: drawn from the loader's sampler, for one segment after the other."""
+    """The indices of an epoch's batches, drawn from the loader's sampler for one segment after the other."""
 
     def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
         self.due = due  # indices that the user's own number of workers would have asked for by now
@@ -32,13 +32,13 @@ class EpochIndices:
 
     @property
     def left(self) -> int | None:
-        """Indices that no segment was given yet; None where the sampler does not know its length."""
+        """Number of indices not given to a segment yet; None if the sampler does not know its length."""
         if self.ended:
             return len(self.waiting)
         return None if self._length is None else max(self._length - self.drawn, 0) + len(self.waiting)
 
     def take(self) -> Any:
-        """The next one, for a segment; StopIteration also where there is none yet."""
+        """The next one, for a segment; StopIteration also if there is none yet."""
         # nor the last one early, which may be shorter: to make it a BatchSampler asks for the end, at which torch's
         # samplers draw once more, and the epoch may be left before
         more = self._length is None or self.drawn < self._length - 1
@@ -49,7 +49,7 @@ class EpochIndices:
         return self.waiting.popleft()
 
     def give_back(self, indices: Iterable[Any]) -> None:
-        """Have the next segment make these batches, which an earlier one was asked for."""
+        """Move these batches of an earlier segment to the next one."""
         self.waiting.extendleft(reversed(list(indices)))
 
     def draw_what_is_due(self) -> None:

@@ -36,30 +36,30 @@ def find_num_workers(
     local_world_size: int = 1,
     iterable: bool = False,
 ) -> NumWorkersResult:
-    """Find the smallest number of workers with which a loader is as fast as it can be, or as its consumer needs it.
+    """Find the smallest number of workers with which a loader is as fast as possible, or as fast as its consumer.
 
-    The dataset is read in worker processes of our own, in an order of our own: the loader, its sampler, its dataset and
-    the global random state are as if this had not run. What was read is warmer in the page cache than before.
+    The dataset is read in separate worker processes and in a separate order: the loader, its sampler, its dataset and
+    the global random state stay unchanged. Samples that were read are warmer in the page cache than before.
 
     Args:
         dataloader: any ``torch.utils.data.DataLoader`` over a map-style dataset, whose samples are numbered from 0.
-        step_time_s: seconds that training takes for a batch, without waiting for it; 0: as many batches as possible.
-        max_num_workers: not more than so many; None: min(32, 8 × usable CPUs). Fewer where memory or ``/dev/shm`` of
-            this node do not allow as many.
+        step_time_s: seconds of training per batch, without waiting for it; 0: as many batches as possible.
+        max_num_workers: upper limit; None: min(32, 8 × usable CPUs). Fewer if this node's memory or ``/dev/shm`` do not
+            allow as many.
         max_seconds: budget for the whole search.
         tolerance: a gain below this share is not worth another worker.
         local_world_size: ranks on this node that load at the same time, and share its CPUs and memory.
-        iterable: also for an ``IterableDataset``; what it yields depends on the number of workers.
+        iterable: also for an ``IterableDataset``, whose samples depend on the number of workers.
 
     Returns:
         The choice, the trials, and what limits it.
 
     Raises:
-        ValueError: an argument is wrong, or the loader cannot be tried (no DataLoader, an IterableDataset, a dataset
+        ValueError: an argument is wrong, or the loader cannot be tried (not a DataLoader, an IterableDataset, a dataset
             without a length, one that cannot be sent to worker processes, or one that holds an open file or connection
-            where the loader has fewer than two workers, so that no workers share it yet). Or its workers are started by
-            spawn or forkserver, and so run the program's script again, which has no ``if __name__ == "__main__":``.
-        Exception: whatever the dataset raises in a worker, as it would come out in training.
+            if the loader has fewer than two workers, so that no workers share it yet). Or its workers are started by
+            spawn or forkserver, and so run the program's script again, but it has no ``if __name__ == "__main__":``.
+        Exception: whatever the dataset raises in a worker, as it would be raised in training.
 
     Example::
 
@@ -95,7 +95,7 @@ def workers_can_run(dataloader: DataLoader[Any]) -> bool:
 
 
 def check_shared(dataloader: DataLoader[Any]) -> list[str]:
-    """What to warn of in what workers would share; ValueError where more workers would read samples wrongly."""
+    """The warnings about state that workers would share; ValueError if more workers would read samples wrongly."""
     held = [] if isinstance(dataloader.dataset, IterableDataset) else held_by(dataloader)
     files = [each for each in held if each.kind == "file"]
     if (reason := why_not_shared(dataloader, files, workers=dataloader.num_workers)) is not None:
@@ -103,7 +103,7 @@ def check_shared(dataloader: DataLoader[Any]) -> list[str]:
     sentences = []
     if files and forks(dataloader) is None:
         sentences.append(
-            f"the workers share {files[0]}: where they move its position, each reads what another asked for. Open it "
+            f"the workers share {files[0]}: if they move its position, each reads what another one requested. Open it "
             "in the worker, when the first sample is read"
         )
     if (reason := why_not_shared(dataloader, held, workers=dataloader.num_workers)) is not None:

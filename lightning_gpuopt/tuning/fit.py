@@ -52,7 +52,7 @@ class TunedFit:
         return next((getattr(loader, "num_workers", None) for loader in train_loaders(self.trainer)), None)
 
     def restore(self) -> None:
-        """Use a checkpoint's choices, also where it is loaded after the first iteration; never in mid-fit."""
+        """Use a checkpoint's choices, also if it is loaded after the first iteration; never in mid-fit."""
         if self._under_way:
             return
         for index, choice in self._restored().items():
@@ -69,7 +69,7 @@ class TunedFit:
             tuned.managed.epoch_begins()
 
     def step_done(self) -> None:
-        """Act on what the workers have reported since the last call; cheap where that is nothing."""
+        """Act on what the workers have reported since the last call; cheap if they reported nothing."""
         self._under_way = True
         iterators = train_iterators(self.trainer)
         for index, tuned in list(self._tuned.items()):
@@ -129,9 +129,9 @@ class TunedFit:
         return next((tuned for tuned in self._tuned.values() if tuned.running.is_of(loader)), None)
 
     def _take_in(self, loader: DataLoader[Any], loaders: list[Any]) -> TunedLoader | None:
-        """Begin to tune a loader, or go on from the one that it replaces; None where it is left alone."""
+        """Start tuning a loader, or continue from the one it replaces; None if it is left alone."""
         if not loaders:
-            self._fail(RuntimeError("this Lightning does not say which training loader it is"))
+            self._fail(RuntimeError("this Lightning does not show which training loader it is"))
         index = next((index for index, each in enumerate(loaders) if each is loader), None)
         if index is None or index in self._left:
             return None

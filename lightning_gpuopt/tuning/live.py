@@ -114,7 +114,7 @@ class LivePolicy:
         return True
 
     def _more(self, seen: LoaderStats, cap: Cap) -> int:
-        """The workers that a starved consumer should have; the number now where more would not help."""
+        """The workers that a starved consumer should have; the current number if more would not help."""
         count = self.num_workers
         model = self._model(seen, count * seen.step_s)
         most = min(cap.num_workers, _MAX_LEAP * count)

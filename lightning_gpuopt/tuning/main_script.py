@@ -23,7 +23,7 @@ def script_run_again() -> Path | None:
 
 
 def is_guarded(script: Path) -> bool | None:
-    """Whether a script compares its ``__name__`` to the main one's somewhere; None where it cannot be read."""
+    """Whether a script compares its ``__name__`` to the main one's somewhere; None if it cannot be read."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the script's own, such as of an escape in a text
@@ -41,10 +41,10 @@ def _asks_for_name(comparison: ast.Compare) -> bool:
 
 
 def check_guard(method: str) -> None:
-    """Raise ValueError where worker processes that this method starts would run a script without a guard again."""
+    """Raise ValueError if worker processes that this method starts would run a script without a guard again."""
     script = script_run_again()
     if script is not None and is_guarded(script) is False:
         raise ValueError(
             f'dataloader: expected a script with `if __name__ == "__main__":`, since each worker process started by '
-            f"{method!r} runs it again, got {script} without it; put what it does below that line"
+            f"{method!r} runs it again, got {script} without it; put the script's code below that line"
         )

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 # reported with a change of the number of workers if a worker has drawn random numbers
 DRAWS: Final = (
-    "random numbers are drawn in the workers: as everywhere in PyTorch they depend on how many workers there are; the "
-    "samples and their order do not"
+    "random numbers are drawn in the workers: as always in PyTorch, they depend on the number of workers; the samples "
+    "and their order do not"
 )
-_LAST_EPOCH: Final = "it takes a new iterator of the loader, and this epoch is the last"
+_LAST_EPOCH: Final = "it needs a new iterator of the loader, and this epoch is the last"
 
 
 class ManagedLoader:
@@ -116,12 +116,12 @@ class ManagedLoader:
         if setting in AHEAD and (bound := self.running.order.why_bound(self.loader)) is not None:
             return bound
         if self._wrapped and setting == "persistent_workers":
-            return "the program iterates it inside a loader of its own, which may do so twice at a time"
+            return "the program iterates it inside its own loader, possibly several times at once"
         if self._is_by_trial(setting):
             if self._exact and self.running.draws:
                 return "its workers draw random numbers (exact=True)"
             if self._seen is None and self._exact and not tried:
-                return "nothing has shown yet whether its workers draw"
+                return "it is not known yet whether its workers draw random numbers"
             if self._seen is not None and self._seen[0] is not None:
                 return self._seen[0]
         running = self.running
@@ -129,7 +129,7 @@ class ManagedLoader:
         return why_not(AskedChange(self.loader, setting, value, self.own_workers, running.start, changes))
 
     def change(self, setting: str, value: Any, iterator: Any = None, *, last_epoch: bool = False) -> bool:
-        """Change a setting: True where that is in effect, False where the next iterator brings it; or CannotChange."""
+        """Change a setting: True if that is in effect, False if the next iterator brings it; or CannotChange."""
         if self._is_by_trial(setting) and self._seen is None and self._why_not(setting, value, tried=True) is None:
             self._seen = (why_not_other_workers(self.loader, exact=self._exact),)
         if (reason := self._why_not(setting, value)) is not None:
@@ -196,12 +196,12 @@ class ManagedLoader:
         there = iterator is not None and running_workers(loader, iterator) == loader.num_workers
         if not there and last_epoch:
             running.apply(before)
-            why = running.problem or "all batches of the epoch are on their way"
+            why = running.problem or "all batches of the epoch are in flight"
             raise CannotChange(f"running workers cannot be changed ({why}), and this epoch is the last")
         return there
 
     def raise_prefetch(self, factor: int | None) -> bool:
-        """Raise ``prefetch_factor`` for later iterators, if its value is lower; True where it was."""
+        """Raise ``prefetch_factor`` for later iterators, if its value is lower; True if it was."""
         if factor is None or factor <= (self.loader.prefetch_factor or 0):
             return False
         if self.running.order.why_not_ahead(self.loader) is not None:
@@ -210,12 +210,12 @@ class ManagedLoader:
         return True
 
     def follow(self, iterator: Any) -> None:
-        """Time what the consumer fetches from, and make it resizable if possible; None is left out."""
+        """Time the consumer's iterators, and make them resizable if possible; None is skipped."""
         if iterator is not None and self._follows:
             self.running.follow(iterator)
 
     def step_done(self, iterator: Any) -> LostWorkers | None:
-        """Check the workers that were started while training runs; gives why some are gone."""
+        """Check the workers started while training runs; returns why some are gone."""
         if self.running.order.bound is not None and self._left is None and (lost := self._ask_unmodified()) is not None:
             return lost
         if not self._follows:
@@ -232,10 +232,10 @@ class ManagedLoader:
             return None
         running.policy.limited_by = cap.limited_by
         running.apply(cap.num_workers)
-        return LostWorkers("room", f"for more workers there is no room any longer, {cap}")
+        return LostWorkers("room", f"there is no longer room for more workers, {cap}")
 
     def _ask_unmodified(self) -> LostWorkers | None:
-        """Ask the sampler no further ahead than the user has set it, as it reads what training changes."""
+        """Read the sampler no further ahead than the user set, since it reads what training changes."""
         loader, running = self.loader, self.running
         given = self._given["prefetch_factor"] or 0
         waits = any(setting in self._next for setting in AHEAD)
@@ -250,7 +250,7 @@ class ManagedLoader:
         return LostWorkers("order", why)
 
     def _to_fewer(self) -> None:
-        """Go back to the user's own number of workers; first workers go on to the end of the epoch."""
+        """Go back to the user's own number of workers; first workers continue to the end of the epoch."""
         self.running.apply(max(self.own_workers, 1))
         if not self.own_workers:
             self.take_back("num_workers", 0)
@@ -258,7 +258,7 @@ class ManagedLoader:
     # -- iterators
 
     def iterator_wanted(self) -> Callable[[Create], Any]:
-        """Make the changes that wait: the loop is about to iterate the loader. Gives what makes the iterator."""
+        """Apply the pending changes: the loop is about to iterate the loader. Returns the iterator's factory."""
         running = self.running
         running.compare_dataset()
         self._make_waiting_changes()
@@ -268,7 +268,7 @@ class ManagedLoader:
 
     @contextmanager
     def unmodified(self) -> Iterator[None]:
-        """For an iterator for others than training: the settings that the user has given."""
+        """For iterators outside of training: restore the user's settings."""
         changed = {setting: self.now(setting) for setting, given in self._given.items()}
         vars(self.loader).update(self._given)
         try:
@@ -313,8 +313,8 @@ class ManagedLoader:
         self.looked_s += time.perf_counter() - began
         if seen.draws:
             raise CannotChange(
-                "reading the dataset draws from the process's random state, which training's own draws follow: with "
-                "workers training would be another"
+                "reading the dataset draws from the process's random state, which training also uses: with workers, "
+                "training would change"
             )
         if seen.problem is not None:
             raise CannotChange(seen.problem)
@@ -330,7 +330,7 @@ class ManagedLoader:
         if not self._follows and factor is None:
             return
         if not self.running.before_epoch(factor) and factor is not None:
-            why = "its dataset may have changed since its workers were started, which persist"
+            why = "its dataset may have changed since its persistent workers started"
             self.refused["prefetch_factor"] = why
 
     # -- the end
@@ -354,7 +354,7 @@ class ManagedLoader:
 
 
 def changes_of(loader: DataLoader[Any]) -> tuple[dict[str, str], str | None]:
-    """When each setting of a loader may be changed; and why more workers would read other samples, if they would."""
+    """When each setting of a loader can be changed, and why more workers would read other samples, if they would."""
     managed = ManagedLoader(loader, local_ranks=1)
     wanted = {
         "num_workers": loader.num_workers + 1,

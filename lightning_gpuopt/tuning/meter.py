@@ -1,4 +1,4 @@
-"""Times the fetches of a loader that runs: what its consumer waited, and what its workers had under way.
+"""Times the fetches of a running loader: its consumer's wait, and its workers' batches in flight.
 
 The iterator stays the same object, with a ``__next__`` of ours around its own, which mostly only counts down.
 """
@@ -78,7 +78,7 @@ class FetchMeter:
     def _close(self, workers: Any) -> LoaderStats:
         steps = len(self._waits)
         taking_s = taking(self._ready) if self._ready else receive_cost(self._bytes)[1] if workers else 0.0
-        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)  # taking what lies ready is no wait
+        wait_s = fmean(max(wait - taking_s, 0.0) for wait in self._waits)  # without taking finished batches
         usual_s = median(self._owns)
         usual = [own for own in self._owns if own <= _PAUSE * usual_s]
         own_s = fmean(usual if len(usual) > _USUAL * steps else self._owns)
@@ -108,7 +108,7 @@ def _timed(kind: type) -> type:
 
 
 def place(meter: FetchMeter, iterator: Any) -> bool:
-    """Have a meter time an iterator's fetches; False where it cannot, as with a generator."""
+    """Have a meter time an iterator's fetches; False if it cannot, as with a generator."""
     kind: Any = type(iterator)
     try:
         iterator._gpuopt_meter = meter
@@ -120,6 +120,6 @@ def place(meter: FetchMeter, iterator: Any) -> bool:
 
 
 def _cpu_s(workers: Any) -> float | None:
-    """CPU seconds of these processes' main threads; None where that cannot be read."""
+    """CPU seconds of these processes' main threads; None if that cannot be read."""
     times = times_of([f"/proc/{each.pid}/schedstat" for each in workers])
     return None if times is None else sum(ran for ran, _ in times.values()) / 1e9

@@ -39,7 +39,7 @@ _TIMED_OUT: Final = "DataLoader timed out after"
 
 
 class OutOfTime(Exception):
-    """The deadline came before anything could be measured."""
+    """The deadline passed before anything could be measured."""
 
 
 def run_trial(
@@ -51,7 +51,7 @@ def run_trial(
     step_time_s: float,
     deadline_s: float,
 ) -> Measured:
-    """Measure so many workers, of which none is left; OutOfTime: nothing came by ``deadline_s`` (``perf_counter``)."""
+    """Measure this many workers and end them; OutOfTime: nothing came by ``deadline_s`` (``perf_counter``)."""
     clock = WorkerClock()
     began_s, iterator = time.perf_counter(), None
     try:
@@ -66,9 +66,9 @@ def run_trial(
 def first_batches(
     loader: DataLoader[Any], sampling: dict[str, Any], collate_fn: Callable[[Any], Any], most: int, seconds: float
 ) -> list[Any]:
-    """At most so many batches from one worker, fewer two seconds after the first; no worker is left.
+    """At most this many batches from one worker, fewer two seconds after the first; the worker is shut down.
 
-    Raises OutOfTime where the first takes longer than ``seconds``, and whatever the dataset raises.
+    Raises OutOfTime if the first takes longer than ``seconds``, and whatever the dataset raises.
     """
     iterator, batches = None, list[Any]()
     try:
@@ -102,7 +102,7 @@ def _start(
 ) -> Any:
     """An iterator of a copy of the loader, with our own order of samples, number of workers and random state.
 
-    ValueError where something of it cannot be sent to a worker process, or that would run a script without a guard.
+    ValueError if part of it cannot be sent to a worker process, or that would run a script without a guard.
     """
     method = forks(loader)
     if method is not None:
@@ -132,13 +132,13 @@ def _start(
                 raise
             raise ValueError(
                 f"dataloader: expected a dataset, collate_fn and worker_init_fn that can be pickled, as worker "
-                f"processes started by {method!r} need it, got {type(loader.dataset).__name__}: {error}; define what "
-                f"it holds at the top level of a module, or open files and connections in the workers"
+                f"processes started by {method!r} need it, got {type(loader.dataset).__name__}: {error}; define its "
+                "parts at the top level of a module, or open files and connections in the workers"
             ) from error
 
 
 def _stop(iterator: Any, grace_s: float) -> None:
-    """End the workers; those that are stuck are killed after a grace period: torch would wait 5 s for each of them.
+    """End the workers; stuck ones are killed after a grace period: torch would wait 5 s for each of them.
 
     Now, not when the iterator's last reference goes: an exception's traceback may hold one.
     """
@@ -214,7 +214,7 @@ class _TrialReading:
         )
 
     def _round(self) -> bool:
-        """Consume one batch of each worker; False when there is no more."""
+        """Consume one batch of each worker; False if there are no more."""
         for _ in range(self.workers):
             if self.step_s:
                 time.sleep(max(min(self.step_s, self.deadline_s - time.perf_counter()), 0.0))

@@ -1,4 +1,4 @@
-"""The safety rules: what keeps a setting of a loader as it is, each with its reason in one sentence.
+"""The safety rules: when a loader's setting must stay unchanged, each with its reason in one sentence.
 
 A change of a loader is checked by :func:`why_not`. ``docs/workers-rules.md`` has the same table; a test compares them.
 """
@@ -22,18 +22,18 @@ AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
 
 
 class CannotChange(Exception):
-    """A setting has to stay as it is; the message gives the reason."""
+    """A setting must stay unchanged; the message gives the reason."""
 
 
 @dataclass(frozen=True)
 class AskedChange:
-    """A change of an argument that somebody wants, and what is known of the loader."""
+    """A requested change of an argument, and what is known about the loader."""
 
     loader: DataLoader[Any]
     setting: str
     value: Any
     own_workers: int  # the user's number
-    start: ForkSnapshot | None = None  # what its running workers got a copy of, where that is known
+    start: ForkSnapshot | None = None  # what its running workers got a copy of, if that is known
     dataset_changes: bool = False  # it was another one at the last two starts of an epoch
     before_first: bool = False  # the loader was never iterated
 
@@ -48,7 +48,7 @@ class AskedChange:
 
 @dataclass(frozen=True)
 class Rule:
-    """One reason to leave these settings as they are, by its name in the docs; ``why`` gives it where it applies."""
+    """One reason not to change these settings, by its name in the docs; ``why`` returns it if it applies."""
 
     name: str
     settings: tuple[str, ...]
@@ -61,7 +61,7 @@ def _own_iterators(asked: AskedChange) -> str | None:
     stream = kind == "torch" and isinstance(loader.dataset, IterableDataset)
     if is_plain(loader) or kind == "stateful" or ours or stream:
         return None
-    return f"a {type(loader).__name__} makes its iterators itself"
+    return f"a {type(loader).__name__} creates its own iterators"
 
 
 def _own_state(asked: AskedChange) -> str | None:
@@ -70,19 +70,19 @@ def _own_state(asked: AskedChange) -> str | None:
         return None
     if asked.setting in ("prefetch_factor", "pin_memory") and keeps_state(loader):
         return None
-    return f"the state of a {type(loader).__name__} holds for the settings that it began with"
+    return f"the state of a {type(loader).__name__} is valid only for the settings it started with"
 
 
-_TO_NONE: Final = "without workers the training process draws what its workers draw now: training would be another"
-_NO_WORKERS: Final = "there are no workers that it could be about"
+_TO_NONE: Final = "without workers, the training process would draw the workers' random numbers: training would change"
+_NO_WORKERS: Final = "there are no workers"
 
 
 def _start_method(asked: AskedChange) -> str | None:
     if not asked.adds_first or (method := forks(asked.loader)) is None:
         return None
     return (
-        f"its workers would be started by {method!r}, which runs the program's script again. Give the DataLoader "
-        "num_workers= itself"
+        f"its workers would be started by {method!r}, which runs the program's script again. Set num_workers in the "
+        "DataLoader"
     )
 
 
@@ -93,7 +93,7 @@ def _sampler(asked: AskedChange) -> str | None:
     if (reason := order.why_bound(asked.loader)) is not None:
         return reason
     if not is_plain(asked.loader) and not order.is_known(asked.loader):
-        return f"a {type(asked.loader).__name__} iterates its sampler itself, and that may read what training writes"
+        return f"a {type(asked.loader).__name__} iterates its own sampler, which may read what training writes"
     return None
 
 
@@ -109,30 +109,30 @@ def _held(asked: AskedChange) -> str | None:
 
 def _changed(asked: AskedChange) -> str | None:
     if asked.adds_first and asked.dataset_changes:
-        return "the dataset changes while training runs, and workers would keep the old one"
+        return "the dataset changes while training runs, and workers would keep the old state"
     persist = persistent_iterator(asked.loader) is not None
     if persist and asked.adds and asked.own_workers and asked.start is not None and asked.start.has_changed:
-        return "the dataset may have changed since its workers were started, which persist: others would see another"
+        return "the dataset may have changed since its persistent workers started: new ones would see the new state"
     return None
 
 
 def _pinning(asked: AskedChange) -> str | None:
     if persistent_iterator(asked.loader) is not None:
-        return "its workers persist: pinning takes new ones"
-    return None if may_pin(asked.loader) else "its batches would come as other types, or no worker makes them"
+        return "its workers persist: pinning needs new ones"
+    return None if may_pin(asked.loader) else "pinning would change its batches' types, or no worker makes them"
 
 
 def _keeping(asked: AskedChange) -> str | None:
     if isinstance(asked.loader.dataset, IterableDataset):
-        return "workers that live on would go on with the stream that they have read"
+        return "persistent workers would continue the stream they have read"
     state, name = state_of(asked.loader), type(asked.loader.dataset).__name__
     if state.has_epochs:
-        return f"{name} has set_epoch(), which workers that live on would not hear of"
+        return f"{name} has set_epoch(), which persistent workers would not see"
     if not state.is_comparable:
         trained = [f"can depend on {each}, which training changes" for each in state.held if each.kind == "trained"]
-        return f"{name} {[*trained, 'holds too much to see whether it changes between epochs'][0]}"
+        return f"{name} {[*trained, 'is too large to check whether it changes between epochs'][0]}"
     if asked.dataset_changes:
-        return f"{name} changes between epochs, and workers that live on would keep the old one"
+        return f"{name} changes between epochs, and persistent workers would keep the old state"
     return None
 
 
@@ -157,22 +157,22 @@ BY_TRIAL: Final = {
 
 
 def why_not(asked: AskedChange) -> str | None:
-    """Why a setting has to stay as it is, where it has to; raises what the dataset or the sampler does."""
+    """Why a setting must stay unchanged, or None; raises what the dataset or the sampler raises."""
     reasons = (rule.why(asked) for rule in RULES if asked.setting in rule.settings)
     return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_left_alone(loader: Any, *, iterable: bool = False) -> str | None:
-    """Why a loader keeps its number of workers, whatever is measured: what completes "NumWorkersFinder leaves ..."."""
+    """Why a loader keeps its number of workers, whatever is measured: completes "NumWorkersFinder leaves ..."."""
     name = type(loader).__name__
     if not isinstance(loader, DataLoader):
-        return f"a {name} alone, which is not a torch DataLoader"
+        return f"a {name} alone: it is not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset) and not iterable:
-        return "an IterableDataset alone, since what it yields depends on the workers (iterable=True: not alone)"
+        return "an IterableDataset alone: its samples depend on the workers (iterable=True includes it)"
     if loader.num_workers == 0 and has_own_state(loader):
-        return f"a {name} with num_workers=0 alone: with workers it would shuffle in another order"
+        return f"a {name} with num_workers=0 alone: workers would change its shuffle order"
     if loader.num_workers == 0 and getattr(loader.dataset, "gathers_batches", False):
-        return "a loader alone that gathers its batches faster without workers"
+        return "a loader alone: it gathers its batches faster without workers"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A loader that runs, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its workers are changed."""
+"""A running loader, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its workers are changed."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class RunningLoader:
         self.meter = FetchMeter(policy.skip, policy.window)
         self.no_more: str | None = None  # why no worker may be added
         self.problem: str | None = None  # why the running iterator cannot be changed
-        self.unknown: str | None = None  # what the consumer fetches from, where that cannot be timed
+        self.unknown: str | None = None  # what the consumer fetches from, if that cannot be timed
         self.dataset_changes = False  # it was another one when the last two iterators were made
         self.frozen = False  # measuring has ended
         self._own_workers = loader.num_workers if own_workers is None else own_workers
@@ -90,7 +90,7 @@ class RunningLoader:
         self.shared = Segments.of(loader)
 
     def is_of(self, loader: Any) -> bool:
-        """Whether this is its loader; None: that is gone."""
+        """Whether this is its loader; None: the loader is gone."""
         return self._loader() is loader
 
     @property
@@ -103,20 +103,20 @@ class RunningLoader:
 
     @property
     def loader(self) -> DataLoader[Any]:
-        """The loader, which is there: whoever asks has seen it in the Trainer."""
+        """The loader, which exists: the caller has seen it in the Trainer."""
         loader = self._loader()
         assert loader is not None
         return loader
 
     @property
     def num_workers(self) -> int:
-        """The loader's number of workers, also once it is gone; where more wait for an epoch to end, as many."""
+        """The loader's number of workers, also once it is gone; if more wait for an epoch's end, their number."""
         loader = self._loader()
         return self._later or (self.policy.num_workers if loader is None else loader.num_workers)
 
     @property
     def start(self) -> ForkSnapshot | None:
-        """What the running workers got a copy of; None before they were started."""
+        """The state that the running workers copied; None before they were started."""
         is_of_now = self._has_started or persistent_iterator(self.loader) is not None
         return ForkSnapshot.of(self.loader) if is_of_now else None
 
@@ -130,14 +130,14 @@ class RunningLoader:
         self.dataset_changes = self.start is not None and self.start.has_changed
 
     def note_start(self) -> ForkSnapshot:
-        """Remember what the workers that are about to begin an epoch get a copy of."""
+        """Remember the state that the workers of the next epoch copy."""
         start = ForkSnapshot(self.loader, self._own_workers)
         start.note(self.loader)
         self._has_started, self._began = True, self._clock()
         return start
 
     def iterator_wanted(self) -> Callable[[Create], Any]:
-        """Set the number of workers: the loop is about to iterate the loader. Gives what makes the iterator."""
+        """Set the number of workers: the loop is about to iterate the loader. Returns the iterator's factory."""
         self._go_further()
         start = self.note_start()
         note_own_workers(self.loader, self._own_workers)
@@ -159,7 +159,7 @@ class RunningLoader:
         )
 
     def _go_further(self) -> None:
-        """The user's own workers until an epoch has shown what the sampler reads; then those that are wanted."""
+        """The user's own workers until one epoch has shown what the sampler reads; then the wanted number."""
         loader, reason = self.loader, self.order.why_not_ahead(self.loader)
         if reason is None and self._later:
             assign(loader, min(self._later, self.cap().num_workers))
@@ -185,7 +185,7 @@ class RunningLoader:
         self._look_at_memory()
         self.problem = self._why_not_live()
         if self.problem is None and not _resizes(iterator):
-            self.problem = f"its {type(iterator).__name__} was not made here"
+            self.problem = f"its {type(iterator).__name__} was not created here"
         elif self.problem is None and running_workers(self.loader, iterator) != self.loader.num_workers:
             restored = self.loader.num_workers  # since it was made
             assign(self.loader, running_workers(self.loader, iterator))
@@ -201,7 +201,7 @@ class RunningLoader:
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
 
     def lost(self) -> LostWorkers | None:
-        """What has become of workers that the user did not ask for; of those added in mid-epoch, once."""
+        """The fate of added workers; for those added in mid-epoch, once."""
         iterator = self._iterator
         if not isinstance(iterator, SegmentedIterator) or iterator.failure is None:
             return None
@@ -238,7 +238,7 @@ class RunningLoader:
         return None
 
     def decide(self) -> int | None:
-        """Take in what was measured since the last call: the number of workers to have; None where nothing was."""
+        """Process new measurements: returns the wanted number of workers; None if there were none."""
         seen = self.meter.seen
         if seen is None:
             return None
@@ -252,7 +252,7 @@ class RunningLoader:
         self.meter.sleep()
 
     def look(self) -> None:
-        """Measure the policy's next window; nothing while a change waits for the next epoch."""
+        """Measure the policy's next window; does nothing while a change waits for the next epoch."""
         if self._waits_for_next or self._later:
             self.meter.sleep()
         elif not self.frozen:
@@ -303,7 +303,7 @@ class RunningLoader:
         )
 
     def _look_at_memory(self) -> None:
-        """Have the memory of a worker read in the background, if that is due."""
+        """Read a worker's memory in the background, if due."""
         workers = workers_of(self._iterator)
         # the first has run for longest, the last is what another would be like
         self._memory.look([each.pid or 0 for each in {*workers[:1], *workers[-1:]}])
@@ -331,11 +331,11 @@ class RunningLoader:
         self.look()
 
     def _may_grow(self, num_workers: int) -> bool:
-        """Whether workers may be added, now or with the next iterator; else ``no_more`` says why not."""
+        """Whether workers can be added, now or with the next iterator; else ``no_more`` says why not."""
         if self.start is None and self._iterator is None and persistent_iterator(self.loader) is None:
             return True  # nothing runs yet
         if self.start is None:
-            self.no_more = "its workers run since an earlier fit, and their dataset may be another by now"
+            self.no_more = "its workers were started by an earlier fit, and their dataset may have changed since"
             return False
         self.no_more = self.start.why_no_more() or self.order.why_bound(self.loader)
         if self.no_more is None and not self._pays(num_workers):
@@ -344,26 +344,26 @@ class RunningLoader:
                 "persistent_workers=True"
             )
         if self.no_more is None and self.loader.persistent_workers and self.start.has_changed:
-            self.no_more = "its dataset may have changed since its workers were started, which persist"
+            self.no_more = "its dataset may have changed since its persistent workers started"
         return self.no_more is None
 
     def _why_not_now(self, num_workers: int) -> str | None:
-        """Why other workers should not take over in the running epoch; None where they may."""
+        """Why new workers should not take over in the running epoch; None if they can."""
         if self.problem is not None or self.start is None:
             return self.problem
         if self.start.has_changed:
-            return "its dataset may have changed since they were started, and others would see it as it is now"
+            return "its dataset may have changed since they started, and new workers would see the new state"
         if self.start.state.seeds_by_number:
-            return "they seed themselves by their number, and others in the same epoch would draw the same again"
+            return "they seed themselves by their number, and new ones in the same epoch would draw the same numbers"
         if num_workers > self.loader.num_workers:
             if not self.order.is_known(self.loader):
-                return "its sampler may read what training writes, and is asked further ahead from an epoch's beginning"
+                return "its sampler may read what training writes, and is read further ahead from an epoch's start"
             if not self._pays_now(num_workers):
-                return "the rest of the epoch is shorter than what starting them takes"
+                return "starting them takes longer than the rest of the epoch"
         return None
 
     def _pays_now(self, num_workers: int) -> bool:
-        """Whether what is left of the epoch is long enough for workers that are started in it to pay."""
+        """Whether the rest of the epoch is long enough to repay the start of new workers."""
         iterator = self._iterator
         if self._wait_s is None or not isinstance(iterator, SegmentedIterator) or iterator.started is None:
             return True
@@ -371,7 +371,7 @@ class RunningLoader:
         return left is None or left * self._wait_s > start_s * num_workers / before
 
     def _pays(self, num_workers: int) -> bool:
-        """Whether workers that are not forked, and started anew for each epoch, save more than their start takes."""
+        """Whether workers that are not forked, and start again in each epoch, save more time than their start takes."""
         if forks(self.loader) is None or self.loader.persistent_workers or self._set_up is None or self._wait_s is None:
             return True
         set_up_s, before = self._set_up
@@ -383,7 +383,7 @@ class RunningLoader:
         return saved_s > -set_up_s
 
     def before_epoch(self, prefetch_factor: int | None = None) -> bool:
-        """Before an epoch, replace persisting workers as needed; False where they stay, since the dataset changed."""
+        """Before an epoch, replace persisting workers as needed; False if they stay, since the dataset changed."""
         loader = self.loader
         self.meter.epoch_begins(max(self.policy.num_workers, 1))
         iterator: Any = persistent_iterator(loader)

@@ -1,8 +1,8 @@
-"""Which number of workers to try next, and which to choose: numbers in, a number out.
+"""Chooses the number of workers to try next, and the final one: numbers in, a number out.
 
 One worker first. What its batches cost says, by the model, how many are needed; that is tried. Then more, where they
 may gain, or fewer, where as many batches could come from them, until neither is worth a trial. At last those again that
-may have been disturbed, where that could change the choice. ``benchmarks/workers_rules.py`` says what each of these
+may have been disturbed, if that could change the choice. ``benchmarks/workers_rules.py`` says what each of these
 gains, on cases that none was fitted to.
 """
 
@@ -57,7 +57,7 @@ class Search:
         return self._again(cap) if untried is None and not in_haste else untried
 
     def choose(self, cap: Cap) -> NumWorkersResult:
-        """The smallest number that is as good as the best; where only one worker was tried, what the model says."""
+        """The smallest number that is as fast as the best; if only one worker was tried, the model's number."""
         trials = tuple(each.trial for each in self.seen)
         if len(self._within(cap)) == 1 and self._second(cap.num_workers) is not None:
             model = model_of(self.seen[0], self._cpus)
@@ -89,7 +89,7 @@ class Search:
         return needed if needed > 1 else None
 
     def _more(self, cap: Cap) -> int | None:
-        """Where the largest number tried is the best, and nothing says that it is the end: larger ones."""
+        """If the largest number tried is the best, and nothing shows that it is the maximum: larger ones."""
         within = self._within(cap)
         top, count = within[-1], _count(within[-1])
         if _count(self._enough(within)) != count or count >= cap.num_workers:
@@ -100,7 +100,7 @@ class Search:
         return min(cap.num_workers, max(count + 1, math.ceil(count * min(max(missing, 1.25), 2.0))))
 
     def _fewer(self, cap: Cap) -> int | None:
-        """Where far fewer could have given as many batches: a number between."""
+        """If far fewer could have made as many batches: a number in between."""
         within = self._within(cap)
         enough = self._enough(within)
         count = _count(enough)
@@ -156,7 +156,7 @@ class Search:
 
 
 def _agreeing(trials: Sequence[Measured]) -> list[Measured]:
-    """Those that agree, but for what trials scatter: most of them; where as many agree on less, the better ones."""
+    """The trials that agree, up to their scatter: most of them; in a tie, the faster ones."""
     groups = [[each for each in trials if (1 - _SCATTER) * _rate(top) <= _rate(each) <= _rate(top)] for top in trials]
     return max(groups, key=lambda group: (len(group), max(map(_rate, group))))
 

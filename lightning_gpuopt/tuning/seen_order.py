@@ -1,7 +1,7 @@
-"""What is seen of a loader's sampler while training iterates it: whether it may be asked further ahead.
+"""Observes a loader's sampler while training iterates it: whether it can be read further ahead.
 
-More workers have more batches under way, so their indices are drawn earlier. Where a sampler draws each of them from a
-random state that training draws from as well, or reads what training writes, other batches would come of it.
+More workers have more batches under way, so their indices are drawn earlier. If a sampler draws each of them from a
+random state that training draws from as well, or reads what training writes, the batches would change.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ _KNOWN_PART: Final = 0.1  # of these seconds, for a list that the order comes fr
 _DATASET_SEEN: Final = 3  # indices after the first that are seen to leave the dataset as it is
 # batches of an epoch that show what its sampler reads: an iterator may be made, and dropped after the first
 _SHOWN: Final = 8
-_UNSEEN: Final = "holds too much to see for each batch whether it reads what training writes"
+_UNSEEN: Final = "is too large to check at each batch whether it reads what training writes"
 
 
 class SeenOrder:
-    """What was seen of a loader's order: whether it is known ahead, or depends on when it is asked for."""
+    """Observations on a loader's order: whether it is known ahead, or depends on when it is read."""
 
     def __init__(self) -> None:
         self.turns = 0  # batches handed out since it is watched
@@ -73,46 +73,47 @@ class SeenOrder:
         self._kind: type | None = None
 
     def holds_for(self, loader: DataLoader[Any]) -> bool:
-        """Whether what was seen of one loader counts for another in its place: its sampler is of the same class."""
+        """Whether observations on one loader hold for its replacement: its sampler has the same class."""
         return self._kind is type(_inner_sampler(loader))
 
     def why_bound(self, loader: DataLoader[Any]) -> str | None:
-        """Why the sampler must never be asked earlier, by what was seen of it so far."""
+        """Why the sampler must never be read earlier, by observations so far."""
         sampler = _inner_sampler(loader)
         bound = self.bound
         if getattr(sampler, "generator", None) is torch.default_generator:
-            bound = "draws from the global generator: another order would come of it"
+            bound = "draws from the global generator: the order would change"
         return None if bound is None else f"its sampler ({type(sampler).__name__}) {bound}"
 
     def why_not_ahead(self, loader: DataLoader[Any]) -> str | None:
-        """Why the next iterator must not ask further ahead than the user has set it; None where it may."""
+        """Why the next iterator must not read further ahead than the user set; None if it can."""
         if (reason := self.why_bound(loader)) is not None:
             return reason
         if self.turns >= _SHOWN or self.is_known(loader):
             return None
         name = type(_inner_sampler(loader)).__name__
-        return f"its sampler ({name}) may read what training writes, which an epoch has to show first"
+        return f"its sampler ({name}) may read what training writes; one epoch must be observed first"
 
     def is_known(self, loader: DataLoader[Any]) -> bool:
-        """Whether the order of an epoch is there as it begins, by what its sampler is, or was seen to give."""
+        """Whether the order of an epoch is known at its start, by its sampler's class or observations."""
         if isinstance(loader.dataset, IterableDataset) or self.is_list:
             return True
         return _is_known(_inner_sampler(loader))
 
     def watched(self, loader: DataLoader[Any]) -> Any:
-        """The sampler of a loader's batches, which is seen as it draws."""
+        """The sampler of a loader's batches, observed while it draws."""
         sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         inner = _inner_sampler(loader)
         if self._keeps_place and self._was_left and self.bound is None:
             self.bound = (
-                "keeps its place, and epochs end before it does: asked further ahead, the next begins elsewhere"
+                "keeps its position, and epochs end before it does: read further ahead, the next epoch would start "
+                "elsewhere"
             )
         self._kind, self._was_left = type(inner), True
         return _Watched(sampler, inner, loader.dataset, self, is_known=_is_known(inner))
 
 
 class _Watched:
-    """A sampler whose state is compared between what it has given and what it is asked for next."""
+    """A sampler whose state is compared between one batch and the next request."""
 
     def __init__(self, sampler: Any, inner: Any, dataset: Any, order: SeenOrder, *, is_known: bool) -> None:
         self._sampler, self._inner, self._dataset, self._order = sampler, inner, dataset, order
@@ -158,7 +159,7 @@ class _Watched:
         order, before = self._order, None
         while True:
             if self._drawn and order.bound is None and self._has_changed():
-                order.bound = "reads what changes while training runs: earlier, it would give other batches"
+                order.bound = "reads state that changes while training runs: read earlier, it would give other batches"
             try:
                 number = self._next(numbers)
             except StopIteration:
@@ -168,7 +169,7 @@ class _Watched:
                 hide_us(error)
                 raise
             if number is before and isinstance(number, (*_WRITABLE, dict)):
-                order.bound = "gives one list for all batches, filled anew: asked earlier, it would hold another"
+                order.bound = "reuses one list for all batches: read earlier, it would hold another batch"
             before = number
             self._drawn += 1
             order._was_left = self._drawn != self._length
@@ -177,7 +178,7 @@ class _Watched:
             yield number
 
     def _next(self, numbers: Iterator[Any]) -> Any:
-        """The next one; what asking for it does is seen."""
+        """The next one; the effects of reading it are observed."""
         order = self._order
         if not self._drawn and not self._known:
             return self._first(numbers)
@@ -190,9 +191,9 @@ class _Watched:
             number = next(numbers)
         finally:  # at its end as well
             if states != RandomStates():
-                order.bound = "draws random numbers for each index: another order would come of it"
+                order.bound = "draws random numbers for each index: the order would change"
         if order.bound is None and state is not None and state.has_changed(but_on_demand=True):
-            order.bound = "changes the dataset as it is iterated: earlier would be another dataset"
+            order.bound = "changes the dataset while it is iterated: read earlier, the dataset would differ"
         return number
 
     def _first(self, numbers: Iterator[Any]) -> Any:
@@ -208,7 +209,7 @@ class _Watched:
             held["sampler"] = self._inner
 
     def _take_down(self) -> None:
-        """What its own iteration has changed is no change."""
+        """Ignore changes made by its own iteration."""
         if self._is_known:
             self._batch_size = getattr(self._sampler, "batch_size", None)
         if self._reads is None:
@@ -218,7 +219,7 @@ class _Watched:
             self._order._keeps_place |= self._state is not None
             self._state = DatasetState(sampler=self._reads)
             if any(each.kind == "trained" for each in self._state.held):
-                self._order.bound = "reads what training changes: earlier, it would give other batches"
+                self._order.bound = "reads what training changes: read earlier, it would give other batches"
             elif not self._state.is_comparable:
                 self._order.bound = _UNSEEN
         self._spent_s += time.thread_time() - began
@@ -239,7 +240,7 @@ class _Watched:
 
 
 class _Noting:
-    """In place of a sampler for the moment at which it is iterated: notes what it gives."""
+    """Replaces a sampler while it is iterated: notes its values."""
 
     def __init__(self, sampler: Any, watched: _Watched) -> None:
         self._sampler, self._watched = sampler, watched

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Drained:
-    """Batches that have come, and errors, in their turn; and then what an iterator still gives, where there is one."""
+    """Batches that have come, and errors, in their turn; and then what an iterator still gives, if there is one."""
 
     def __init__(self, came: Iterable[tuple[Any, Exception | None]], rest: Any = None) -> None:
         self._came, self._rest = deque(came), rest
@@ -49,11 +49,11 @@ class Segment:
 
     @property
     def is_over(self) -> bool:
-        """Whether all that it was asked for has come, and it asks for nothing more."""
+        """Whether all requested batches have come, and it requests no more."""
         return self.rest.stopped and not self.rest.given
 
     def ask_again(self) -> None:
-        """Have the workers asked for what could not be drawn yet when they were asked before."""
+        """Request from the workers what could not be drawn at the earlier request."""
         if self.can_be_asked_again:
             times, self.rest.refused = self.rest.refused, 0
             for _ in range(times):
@@ -64,7 +64,7 @@ class Segment:
         return hasattr(self.batches, "_try_put_index")
 
     def drain(self) -> None:
-        """Receive all that its workers were asked for, and end them."""
+        """Receive all requested batches, and end the workers."""
         self.rest.stopped, came = True, list[tuple[Any, Exception | None]]()
         running, is_whole = self.batches, False
         try:
@@ -82,13 +82,13 @@ class Segment:
                 shut_down(running)
 
     def has_come(self, error: Exception) -> bool:
-        """Whether an error came in place of a batch: torch's own, as of a worker's death, leave the batch to come."""
+        """Whether an error replaced a batch: after torch's own, as a worker's death, the batch still comes."""
         if not self.loader.num_workers:
             return bool(self.rest.given)
         return any(frame.f_code.co_name == "reraise" for frame, _ in traceback.walk_tb(error.__traceback__))
 
     def end(self) -> None:
-        """End its workers, beside training."""
+        """End its workers in parallel with training."""
         if not self.loader.num_workers:
             return
         holder = [self.batches]
@@ -111,4 +111,4 @@ def _finish(holder: list[Any]) -> None:
     try:
         shut_down(holder.pop())
     except Exception:  # of a worker that has died
-        log.debug("workers did not end as they should", exc_info=True)
+        log.debug("workers did not shut down cleanly", exc_info=True)

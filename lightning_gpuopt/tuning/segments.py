@@ -1,10 +1,9 @@
-"""An epoch of a DataLoader in segments: the number of workers changes where one ends and the next begins.
+"""An epoch of a DataLoader in segments: the number of workers changes between segments.
 
 The epoch's sampler is iterated once, in the training process (:mod:`~lightning_gpuopt.tuning.epoch_indices`). A
 *segment* (:mod:`~lightning_gpuopt.tuning.segment`) is a copy of the user's DataLoader that reads the rest of it. To
-change the number of workers, the running segment asks for nothing more, and the next one takes over; its workers start
-while what the first was asked for still comes, in order. All that workers do, and how they start, fail and end, is
-torch's.
+change the number of workers, the running segment requests nothing more, and the next one takes over; its workers start
+while the first one's batches still come, in order. All that workers do, and how they start, fail and end, is torch's.
 """
 
 from __future__ import annotations
@@ -153,7 +152,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     @property
     def batches_left(self) -> int | None:
-        """Batches of this epoch that no worker was asked for yet; None where the sampler does not know its length."""
+        """Batches of this epoch not requested yet; None if the sampler does not know its length."""
         return self._indices.left
 
     @property
@@ -163,7 +162,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     @property
     def fetches_here(self) -> bool:
-        """Whether the training process makes the batches in place of the workers that were wanted."""
+        """Whether the training process makes the batches instead of the wanted workers."""
         return not self._own_workers and self.failure is not None
 
     def __len__(self) -> int:
@@ -221,12 +220,12 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             raise
 
     def _stand_in(self) -> None:
-        """Workers stand in for the training process, while the dataset is as it was."""
+        """Workers replace the training process while the dataset is unchanged."""
         if not self._has_begun:
             self._begin_first()
         asked = [index for each in self._segments for index in each.rest.given]
         if self._segments[-1].loader.num_workers and self.changed(_samples(asked)):
-            self._go_back("its dataset was changed while training ran, and workers would have kept the old one")
+            self._go_back("its dataset was changed while training ran, and workers would have kept the old state")
 
     @property
     def _has_begun(self) -> bool:
@@ -242,7 +241,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._indices.due -= 1
 
     def _try_put_index(self) -> None:
-        """The turn of a batch that was taken ahead has come: ask for one more."""
+        """A batch taken ahead is used now: request one more."""
         self._count_turn()
         self._indices.draw_what_is_due()
         for each in self._segments:
@@ -310,7 +309,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         return self.num_workers
 
     def _begin_or_own(self, workers: int) -> None:
-        """Start workers where none run; the user's own number where the system lets no more start."""
+        """Start workers if none run; the user's own number if the system allows no more."""
         try:
             self._begin(workers, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
@@ -344,7 +343,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._give_up(f"no worker could be started: {error}")
 
     def _goes_on_after(self, segment: Segment, error: Exception) -> bool:
-        """Go back to the user's own number of workers where one of more has died."""
+        """Go back to the user's own number of workers if an added one died."""
         died = [each for each in self._segments if not all(one.is_alive() for one in workers_of(each.batches))]
         died = died or [segment]  # it was drained
         workers = min(each.loader.num_workers for each in died)
@@ -354,12 +353,12 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             return False
         if self._own_workers and self.changed(None):
             return False
-        log.warning("%s; num_workers=%d, and %d from here on", error, workers, self._own_workers)
+        log.warning("%s; num_workers was %d and is %d from now on", error, workers, self._own_workers)
         self._go_back(f"a worker died: {error}")
         return True
 
     def _go_back(self, why: str) -> None:
-        """Have the user's own number of workers make the batches that others were asked for."""
+        """Have the user's own number of workers make the batches requested from others."""
         asked = [index for each in self._segments for index in each.rest.given]
         while self._segments:
             self._segments[0].rest.stopped = True
@@ -383,7 +382,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         """Start a segment; with ``begins`` its iterator draws what the loader's own would have drawn."""
         loader = self._loader()
         if loader is None:
-            raise RuntimeError("the DataLoader is gone, and can start no other workers")
+            raise RuntimeError("the DataLoader was deleted, so it cannot start other workers")
         rest = RestOfEpoch(self._indices, begins=begins)
         running = [(each.first, each.loader.num_workers) for each in self._segments if not each.is_over]
         first = 0 if all(workers <= number for number, _ in running) else max(map(sum, running))
@@ -444,7 +443,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self.shared.kept = segment
 
     def _new_generator(self) -> torch.Generator:
-        """What the next segment's seed is drawn from: another one for each, and the same in each run."""
+        """The source of the next segment's seed: different for each segment, the same in each run."""
         self._count += 1
         return torch.Generator().manual_seed((self._seed + self._count * _SEED_STEP) % _SEEDS)
 
@@ -458,7 +457,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
 @contextmanager
 def without_hint(workers: int, own_workers: int) -> Iterator[None]:
-    """Keep Python from warning of more workers than CPUs, where it would: changed filters show old warnings anew."""
+    """Keep Python from warning of more workers than CPUs: changed filters would show old warnings again."""
     if workers == own_workers or workers <= usable_cpus():
         yield
         return
@@ -468,7 +467,7 @@ def without_hint(workers: int, own_workers: int) -> Iterator[None]:
 
 
 def _next_seed(generator: torch.Generator | None) -> int:
-    """What the generator will draw next; it is left as it is."""
+    """The generator's next draw; the generator stays unchanged."""
     again = torch.Generator()
     again.set_state((generator or torch.default_generator).get_state())
     return int(torch.empty((), dtype=torch.int64).random_(generator=again).item())

@@ -1,4 +1,4 @@
-"""Decides whether more workers would read the same samples, by what they share and what they get a copy of."""
+"""Decides whether more workers would read the same samples, by what they share and copy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def own_collate(loader: DataLoader[Any]) -> Callable[[Any], Any]:
 
 
 def state_of(loader: DataLoader[Any], also: Sequence[int] = (), *, by_sample: bool = False) -> DatasetState:
-    """The state of everything that workers get a copy of."""
+    """The state of everything that workers copy."""
     return DatasetState(
         also=also,
         by_sample=by_sample,
@@ -57,19 +57,19 @@ def held_by(loader: DataLoader[Any]) -> list[UnshareableObject]:
 
 
 def why_not_shared(loader: DataLoader[Any], held: Sequence[UnshareableObject], *, workers: int) -> str | None:
-    """Why a loader must not get more ``workers`` than the user's, by what it holds: what two share, more may share."""
+    """Why a loader must not get more ``workers`` than the user's, by what it holds: what two share, more can share."""
     for each in held:
         if each.kind == "trained" and not workers:
             return (
-                f"its samples can depend on {each}, which training changes: with num_workers=0 each is read as that is "
-                "at the moment, and workers would have a copy"
+                f"its samples can depend on {each}, which training changes: with num_workers=0 they follow each "
+                "change, but workers would have a copy"
             )
         if each.kind == "device" and not workers:
-            return f"its dataset holds a tensor on a GPU, {each}: other processes cannot have it"
+            return f"its dataset holds a tensor on a GPU, {each}: other processes cannot use it"
         if each.kind == "file" and workers < 2 and forks(loader) is None:
             return (
-                f"its dataset holds {each}, which forked processes would share, and so read at each other's position. "
-                "Open it in the worker, when the first sample is read"
+                f"its dataset holds {each}, which forked processes would share, so they would read at each other's "
+                "position. Open it in the worker, when the first sample is read"
             )
         if each.kind == "generator" and workers < 2 and not _seeds_workers(loader):
             return (
@@ -87,7 +87,7 @@ def _seeds_workers(loader: DataLoader[Any]) -> bool:
 
 
 class ForkSnapshot:
-    """What a loader's workers get a copy of; held by the loader, so that the dataset does not outlive it."""
+    """The state that a loader's workers copy; held by the loader, so that the dataset does not outlive it."""
 
     def __init__(self, loader: DataLoader[Any], own_workers: int) -> None:
         self._loader_ref = weakref.ref(loader)
@@ -118,7 +118,7 @@ class ForkSnapshot:
 
     @property
     def has_changed(self) -> bool:
-        """Whether workers started now might get another dataset than the running ones."""
+        """Whether workers started now could get another dataset than the running ones."""
         return bool(self._own_workers and not self.state.is_comparable) or self.state.has_changed()
 
     def has_changed_for(self, samples: Iterable[Any] | None) -> bool:
@@ -126,9 +126,9 @@ class ForkSnapshot:
         return self.has_changed if samples is None else self.state.has_changed_for(samples)
 
     def why_no_more(self) -> str | None:
-        """Why no worker may be added, now or later, by what the loader holds now; None if one may."""
+        """Why no worker can be added, now or later, by what the loader holds now; None if one can."""
         if self.state.has_failed:
-            return "its dataset holds objects that cannot be inspected, and may change unseen"
+            return "its dataset holds objects that cannot be inspected, so changes may go unnoticed"
         loader = self._loader
         before = {id(each.value) for each in self.state.held}
         held = held_by(loader)

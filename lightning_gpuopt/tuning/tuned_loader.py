@@ -76,7 +76,7 @@ class TunedLoader:
             self.before, number = restored.before, restored.num_workers
         elif self._keeps_state and (trainer.ckpt_path or getattr(loader, "next_iter_state", None)) is not None:
             raise CannotChange(
-                f"a {type(loader).__name__} alone: the state that it resumes from holds for its num_workers only"
+                f"a {type(loader).__name__} alone: the state it resumes from is valid only for its num_workers"
             )
         elif not self.before and not number:
             number = 1
@@ -118,26 +118,26 @@ class TunedLoader:
             self._say(
                 "draws",
                 "reading this dataset draws from the global random state, which without workers decides how the epochs "
-                "after the first are shuffled: with workers their order is another. Give the DataLoader a generator=, "
-                "or NumWorkersFinder(mode='off'), to keep it.",
+                "after the first are shuffled: with workers their order changes. To keep it, give the DataLoader a "
+                "generator=, or use NumWorkersFinder(mode='off').",
             )
         self._making_s, self._draws = seen.making_s, seen.draws
         return seen.problem
 
     def _fitting(self, choice: WorkersChoice) -> WorkersChoice:
-        """Clip a restored choice to what this machine has room for; a clipped one is measured again."""
+        """Clip a restored choice to this machine's room; a clipped one is measured again."""
         cap = worker_cap(room(0), max_num_workers=self._options.max_num_workers, local_world_size=self._local_ranks)
         if choice.num_workers <= cap.num_workers:
             return choice
         if self._keeps_state:
             self._tell(
-                f"num_workers={choice.num_workers} is kept, though there is room for "
-                f"{cap.num_workers} here: the state that the loader resumes from holds for that number only"
+                f"num_workers={choice.num_workers} is kept, although there is room for {cap.num_workers} here: the "
+                "state the loader resumes from is valid only for that number"
             )
             return choice
         self._tell(
-            f"the checkpoint has num_workers={choice.num_workers}, and there is room for "
-            f"{cap.num_workers} here: it is measured again"
+            f"the checkpoint has num_workers={choice.num_workers}, but there is room for {cap.num_workers} here: "
+            "measuring again"
         )
         return replace(choice, num_workers=cap.num_workers, settled=False, trials=())
 
@@ -186,7 +186,7 @@ class TunedLoader:
         return loader.num_workers == self.before
 
     def iterator_wanted(self) -> Callable[[Create], Any] | None:
-        """Set what was chosen: the loop is about to iterate the loader."""
+        """Apply the choice: the loop is about to iterate the loader."""
         maker = self.managed.iterator_wanted()
         if self.running.no_more is not None:
             self._say_no_more()
@@ -200,7 +200,7 @@ class TunedLoader:
         self._raise_prefetch(self._prefetch_factor)
 
     def step_done(self, iterator: Any) -> bool:
-        """Act on what workers have reported: True where their number has changed; CannotChange: leave it alone."""
+        """Act on what workers have reported: True if their number has changed; CannotChange: leave it alone."""
         running = self.running
         before = running.loader.num_workers
         if self._keeps_state:
@@ -208,13 +208,13 @@ class TunedLoader:
         lost = self.managed.step_done(iterator)
         if running.unknown is not None:
             raise CannotChange(
-                f"a {type(running.loader).__name__} alone: training fetches from its {running.unknown}, behind "
-                "which the DataLoader's own iterator cannot be seen"
+                f"a {type(running.loader).__name__} alone: training fetches from its {running.unknown}, which hides "
+                "the DataLoader's own iterator"
             )
         if lost is not None and lost.kind == "dataset":
             raise CannotChange(f"a loader with num_workers=0 alone: {lost.why}")
         if lost is not None and lost.kind == "order":
-            self._say(f"order-{self._index}", f"{lost.why}. From the next epoch on it is asked as you have set it.")
+            self._say(f"order-{self._index}", f"{lost.why}. From the next epoch on, your settings apply again.")
             raise CannotChange(f"a loader alone: {lost.why}")
         if lost is not None and lost.kind == "draws":
             raise CannotChange(f"a loader alone: {lost.why}")
@@ -262,22 +262,22 @@ class TunedLoader:
         self._say(f"no-more-{self._index}", f"num_workers stays {running.loader.num_workers}: {running.no_more}.")
 
     def _warn_of_shared(self) -> None:
-        """Warn where more workers than the user's own share an open file."""
+        """Warn if more workers than the user's own share an open file."""
         running = self.running
         held = running.start.shared_file if running.start is not None else None
         if held is not None and running.loader.num_workers > self.before:
             self._say(
                 f"shared-{self._index}",
-                f"the workers share {held}: where they move its position, each reads what another asked for. With the "
-                "number of workers that you gave they share it as well.",
+                f"the workers share {held}: if they move its position, each reads what another one requested. With "
+                "your own number of workers they share it too.",
             )
 
     def _not_live(self) -> None:
         say_once(
             self._trainer,
             "num-workers-not-live",
-            f"NumWorkersFinder cannot change workers that run: {self.running.problem}. "
-            f"num_workers is {self.running.loader.num_workers} from the next epoch on.",
+            f"NumWorkersFinder cannot change running workers: {self.running.problem}. num_workers is "
+            f"{self.running.loader.num_workers} from the next epoch on.",
         )
 
     def _probe(self, step_time_s: float) -> None:
@@ -298,9 +298,9 @@ class TunedLoader:
             )
         except Exception as error:  # an error of the dataset's will come in training, too
             log.debug("the trials failed", exc_info=True)
-            why = f"its trials failed: {type(error).__name__}: {error}"
+            why = f"the trials failed: {type(error).__name__}: {error}"
         if result is not None and not result.trials:
-            result, why = None, f"not one batch came within max_seconds={options.max_seconds:g}"
+            result, why = None, f"no batch came within max_seconds={options.max_seconds:g}"
         own = running.loader.num_workers if result is None else result.num_workers
         left_s = options.max_seconds - (time.perf_counter() - began)
         number = self._ranks.most(own, max(left_s, 0.0) + _GRACE_S)

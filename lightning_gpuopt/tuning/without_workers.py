@@ -1,7 +1,7 @@
-"""A loader without workers: whether worker processes can do for it what the training process does.
+"""Checks whether worker processes can replace the training process for a loader without workers.
 
-Its dataset may hold what processes cannot share, such as a generator or an open file, or keep what it has read. So what
-the loader holds is gone through first, and then a worker makes a few batches, in an order of ours.
+Its dataset may hold what processes cannot share, such as a generator or an open file, or keep what it has read. So the
+loader's contents are inspected first, and then a worker makes a few batches in a separate order.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from lightning_gpuopt.tuning.sharing import forks, held_by, own_collate, state_o
 _MAX_LOOK_S: Final = 30.0  # seconds without a batch after which a worker may be stuck for ever
 _BATCHES: Final = 5
 _AGAIN: Final = (2, 3)  # the batches that are the second again: what was kept of that is read faster
-_TRIES: Final = 3  # workers that are started to read a few samples, where one of these raises
+_TRIES: Final = 3  # workers that are started to read a few samples, if one of these raises
 _KEPT: Final = 1.5  # a batch that is read so many times as fast when it is read again was kept
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersCheck:
-    """What a worker made of a loader."""
+    """The result of a worker's check of a loader."""
 
     problem: str | None = None  # why the loader should go on without workers
     shuffles: bool = False  # reading draws from what the sampler is seeded from, and so decides on the next shuffle
@@ -57,14 +57,15 @@ class WorkersCheck:
 def check_workers(
     loader: DataLoader[Any], *, longest_s: float = _MAX_LOOK_S, iterable: bool = False, exact: bool = False
 ) -> WorkersCheck:
-    """See whether workers can make the batches of a loader that was not iterated yet, and gain anything by it.
+    """Check whether workers can make the batches of a loader that was not iterated yet, and whether that gains time.
 
-    The loader and the random states are as before; what was read is in the page cache. A batch is waited for half a
-    minute at most. ``exact``: it is a problem where the worker was seen to draw random numbers.
+    The loader and the random states stay unchanged; samples that were read are in the page cache. A batch is waited for
+    at most half a minute. ``exact``: random numbers drawn by the worker are a problem.
     """
     if (method := forks(loader)) is not None:
         return WorkersCheck(
-            f"its workers would be started by {method!r}, which runs the program's script again: set num_workers there"
+            f"its workers would be started by {method!r}, which runs the program's script again: set num_workers in "
+            "the DataLoader"
         )
     if not workers_can_run(loader):
         return WorkersCheck("worker processes cannot share memory here")
@@ -81,16 +82,16 @@ def check_workers(
 
 
 def why_not_other_workers(loader: DataLoader[Any], *, exact: bool) -> str | None:
-    """Why the samples of a loader with workers would be others if it had more or fewer, by what a worker reads.
+    """Why another number of workers would change a loader's samples, as observed in a worker.
 
-    ``exact``: its workers must be shown to draw nothing: whole batches are read, else single samples.
+    ``exact``: its workers must provably draw nothing: whole batches are read, else single samples.
     """
     if not exact:
         return None if isinstance(loader.dataset, IterableDataset) else _why_not_read_by_others(loader, exact=False)
     if isinstance(loader.dataset, IterableDataset):
-        reason: str | None = "what an IterableDataset yields depends on its workers"
+        reason: str | None = "the samples of an IterableDataset depend on its workers"
     elif (method := forks(loader)) is not None:
-        reason = f"its workers are started by {method!r}: what they draw cannot be looked at"
+        reason = f"its workers are started by {method!r}: their random draws cannot be inspected"
     elif (generator := next((each for each in held_by(loader) if each.kind == "generator"), None)) is not None:
         reason = f"its dataset holds a random generator, {generator}"
     else:
@@ -106,20 +107,20 @@ def _why_not_read_by_others(loader: DataLoader[Any], *, exact: bool) -> str | No
             seen = [each for _, each in _read(loader, _MAX_LOOK_S, most=None if exact else 1)]
             break
         except OutOfTime:
-            return f"a worker process gave no batch within {_MAX_LOOK_S:g} s to see what reading does"
+            return f"a worker process gave no batch within {_MAX_LOOK_S:g} s, so reading could not be checked"
         except Exception as error:  # such as one corrupt sample; the next try reads others
             failed = _first_line(error)
     if not seen:  # without exact=True no reason: such as samples that are not numbered
-        return f"a worker process fails, and so does not show what reading does: {failed}" if exact else None
+        return f"a worker process fails, so reading could not be checked: {failed}" if exact else None
     if len(seen) > _AGAIN[0] and seen[_AGAIN[0]].change is not None:
-        return "its dataset changes as it is read: what a sample is depends on what its worker has read before"
+        return "its dataset changes as it is read: a sample depends on what its worker has read before"
     return "its workers draw random numbers" if exact and any(each.drawn or each.holds for each in seen) else None
 
 
 def _read(
     loader: DataLoader[Any], longest_s: float, *, iterable: bool = False, most: int | None = None
 ) -> list[tuple[Any, _Seen]]:
-    """A few batches of at most so many samples, and what was seen beside each; the second comes three times."""
+    """A few batches of at most this many samples, with the observations on each; the second comes three times."""
     sampling = own_sampling(loader, iterable)
     name = next((each for each in ("batch_sampler", "sampler") if each in sampling), None)
     numbers: list[int] = []
@@ -143,14 +144,14 @@ def _judged(loader: DataLoader[Any], batches: Sequence[tuple[Any, _Seen]], *, ex
     if problem is None and making_s is not None and making_s < taking_s:
         problem = f"a batch is made in {making_s * 1e3:.2g} ms, sooner than a worker process can transfer it"
     if problem is None and exact and (drawn or isinstance(loader.dataset, IterableDataset)):
-        problem = "with exact=True its workers must not draw random numbers, and one was seen to"
+        problem = "with exact=True its workers must not draw random numbers, and one did"
     elif problem is None and exact and any(seen.holds for _, seen in batches):
-        problem = "its dataset makes a random generator in each worker (exact=True)"
+        problem = "its dataset creates a random generator in each worker (exact=True)"
     return WorkersCheck(problem, shuffles, bool(drawn), making_s)
 
 
 def _why_kept(seen: Sequence[_Seen]) -> str | None:
-    """Why workers would lose by what the dataset keeps of the samples, where that is anything to speak of."""
+    """Why workers would lose what the dataset keeps of the samples, if it keeps a relevant amount."""
     changes = [each.change for each in seen[1:]]
     again = seen[_AGAIN[0]].change if len(seen) > _AGAIN[0] else changes[0] if changes else None
     if "entries" not in changes and again is None:
@@ -159,7 +160,7 @@ def _why_kept(seen: Sequence[_Seen]) -> str | None:
     again_s = [each.read_s for number, each in enumerate(seen) if number in _AGAIN]
     if again is None and again_s and min(once_s) < _KEPT * min(again_s):
         return None  # such as the parts of a graph, which are quickly made again
-    return "its dataset changes as it is read, as one that keeps its samples: each worker would keep its own"
+    return "its dataset changes as it is read, as a sample cache does: each worker would keep its own"
 
 
 def _shuffles(loader: DataLoader[Any], drawn: Collection[str]) -> bool:
@@ -179,7 +180,7 @@ def _first_line(error: Exception) -> str:
 
 
 class _Seen(NamedTuple):
-    """What was seen in a worker beside a batch."""
+    """The observations in a worker on one batch."""
 
     drawn: Literal["torch", "another"] | None  # the random state that it drew from
     change: str | None  # of the dataset
@@ -188,7 +189,7 @@ class _Seen(NamedTuple):
 
 
 class _CheckingCollate:
-    """In place of a ``collate_fn`` in a worker: the batch, and what reading it has drawn, and has changed."""
+    """Replaces a ``collate_fn`` in a worker: returns the batch, and what reading it drew and changed."""
 
     def __init__(self, collate_fn: Callable[[Any], Any], loader: DataLoader[Any], numbers: Sequence[int]) -> None:
         self._collate_fn = collate_fn

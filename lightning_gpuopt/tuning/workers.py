@@ -1,4 +1,4 @@
-"""What a search for the number of workers found: its trials, its choice, and what stands in the way of more."""
+"""What a search for the number of workers found: its trials, its choice, and what limits it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Literal
 LimitedBy = Literal["consumer", "cpu", "memory", "shared_memory", "max_num_workers", "time"]
 """Why not more workers.
 
-- ``consumer``: the loader is as fast as what takes its batches; also where taking one from a worker is what costs.
-- ``cpu``: more workers gain nothing: the CPUs, or whatever else the workers share (a disk, a lock), are all in use.
+- ``consumer``: the loader is as fast as its consumer; also if the limit is the cost of taking a batch from a worker.
+- ``cpu``: more workers gain nothing: the CPUs, or another resource the workers share (a disk, a lock), are fully used.
 - ``memory``: another worker would not fit.
-- ``shared_memory``: its batches would not fit into ``/dev/shm``, or their tensors are more files than may be open.
-- ``max_num_workers``: so many were allowed, by the argument or its default, or by the container's limit of processes.
-- ``time``: the budget was gone before the choice could be verified.
+- ``shared_memory``: its batches would not fit into ``/dev/shm``, or their tensors would exceed the limit of open files.
+- ``max_num_workers``: the limit was set by the argument or its default, or by the container's process limit.
+- ``time``: the time budget ran out before the choice was verified.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The loader with so many workers, as it was measured.
+    """The measured speed of the loader with this many workers.
 
     Attributes:
         num_workers: worker processes.
-        batches_per_s: batches per second that the consumer took.
+        batches_per_s: batches per second that the consumer received.
         data_wait_s: seconds per batch that the consumer waited for the loader.
     """
 
@@ -34,7 +34,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What a trial saw, per batch."""
+    """The measurements of a trial, per batch."""
 
     trial: Trial
     service_s: float  # wall time of a worker
@@ -51,17 +51,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class NumWorkersResult:
-    """What to set on a DataLoader, and why.
+    """Settings for a DataLoader, and the reason.
 
     Attributes:
-        num_workers: the smallest number of workers that is as good as the best, within the tolerance; 0 only where
-            worker processes cannot run at all.
-        trials: what was measured, in the order in which it was.
-        limited_by: why not more.
-        predicted_batches_per_s: batches per second to expect; None where nothing could be measured.
+        num_workers: the smallest number of workers that is as fast as the best, within the tolerance; 0 only if worker
+            processes cannot run at all.
+        trials: the measurements, in their order.
+        limited_by: what limits it.
+        predicted_batches_per_s: expected batches per second; None if nothing could be measured.
         prefetch_factor: batches that each worker prepares ahead; None without workers.
-        pin_memory: whether batches are to come in page-locked memory.
-        persistent_workers: whether workers are to live on from epoch to epoch.
+        pin_memory: whether to put batches into page-locked memory.
+        persistent_workers: whether to keep workers between epochs.
     """
 
     num_workers: int
@@ -85,7 +85,7 @@ class NumWorkersResult:
 
 @dataclass(frozen=True)
 class WorkersChoice:
-    """What was chosen for a loader."""
+    """The choice for a loader."""
 
     num_workers: int
     settled: bool  # the search is over
@@ -98,7 +98,7 @@ class WorkersChoice:
     def __str__(self) -> str:
         ahead = "" if self.prefetch_factor is None else f", prefetch_factor={self.prefetch_factor}"
         if self.num_workers == self.before:
-            return f"num_workers {self.before} is left as it is{ahead}: limited by {self.limited_by}"
+            return f"num_workers {self.before} is kept{ahead}: limited by {self.limited_by}"
         text = f"num_workers {self.before} → {self.num_workers}{ahead}: "
         if (gain := self._gain) >= 1.05:
             text += f"{gain:.1f}× faster input, "
@@ -106,7 +106,7 @@ class WorkersChoice:
 
     @property
     def _gain(self) -> float:
-        """Batches per second, over those with the user's own number; 0 where that is not known."""
+        """Batches per second, over those with the user's own number; 0 if that is not known."""
         best = {each.num_workers: each for each in sorted(self.trials, key=lambda each: each.batches_per_s)}
         now, own = best.get(self.num_workers), best.get(self.before)
         if now is None:

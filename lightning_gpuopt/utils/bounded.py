@@ -51,7 +51,7 @@ def within(
     try:
         threading.Thread(target=run, name="gpuopt-look", daemon=True).start()
         if not done.wait(timeout_s):
-            raise NoAnswerError(f"no answer within {timeout_s:g} s")
+            raise NoAnswerError(f"no response within {timeout_s:g} s")
     except BaseException:
         given_up.set()
         done.wait(_CLEAN_UP_S if clean_up_s is None else clean_up_s)

@@ -20,7 +20,7 @@ class CallbackBase(Callback):
 
     def _refuse_second(self, trainer: Trainer, kind: type[Callback], plural: str, why: str = "") -> None:
         if any(isinstance(each, kind) and each is not self for each in trainer.callbacks):  # type: ignore[attr-defined]
-            raise MisconfigurationException(f"Two {plural} are in this Trainer. Expected one{why}. Take one away.")
+            raise MisconfigurationException(f"Two {plural} are in this Trainer. Expected one{why}. Remove one.")
 
     def _at_rest(self) -> dict[str, Any]:
         """Attributes that are under way in a ``fit``, each with its value in a copy."""

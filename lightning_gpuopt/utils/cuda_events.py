@@ -30,7 +30,7 @@ def _keep() -> None:
 
 
 def _keep_for_ever() -> None:
-    """In the child, also where it ends as a program does, which destroys what its modules hold."""
+    """In the child, also if it ends as a program does, which destroys what its modules hold."""
     _keep()  # again: another thread that forks may have cleared them
     for event in _inherited:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(event))

@@ -1,4 +1,4 @@
-"""Ctrl-C, where it must not come in between."""
+"""Defers Ctrl-C while it must not interrupt."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class RankChannel:
     """
 
     def __init__(self, name: str, rank: int, world_size: int, peers: Sequence[int] | None = None) -> None:
-        self.problem: str | None = None  # why nothing can be said or heard; None where it can
+        self.problem: str | None = None  # why nothing can be said or heard; None if it can
         self.rank = rank
         self.world_size = world_size
         if peers is None:
@@ -179,7 +179,7 @@ class RankBroadcast(RankChannel):
 
 
 def open_store(name: str) -> Any:
-    """A part of the default process group's store, under a new prefix; None where there is none, as with MPI."""
+    """A part of the default process group's store, under a new prefix; None if there is none, as with MPI."""
     if (store := default_store()) is None:
         return None
     run = _runs[name] = _runs.get(name, 0) + 1

@@ -32,7 +32,7 @@ class NodeRanks(RankChannel):
 
 class _Voters(RankChannel):
     def all_of(self, key: str, patience_s: float) -> dict[int, Any]:
-        """What others have said, nothing where one is silent; other threads cannot use the store meanwhile."""
+        """What others have said, nothing if one is silent; other threads cannot use the store meanwhile."""
         try:
             self._store.wait([f"{key}/{each}" for each in self._others], timedelta(seconds=patience_s))
         except Exception:
@@ -43,7 +43,7 @@ class _Voters(RankChannel):
 def all_said(mine: Any, name: str, rank: int, world_size: int, patience_s: float = PATIENCE_S) -> list[Any] | None:
     """What each rank says, by rank; all call it at about the same time, with one ``name``, and get the same answer.
 
-    None where a rank was silent for ``patience_s`` seconds, or the ranks have no store, as with MPI.
+    None if a rank was silent for ``patience_s`` seconds, or the ranks have no store, as with MPI.
     """
     ranks = _Voters(name, rank, world_size)
     answer: list[Any] | None

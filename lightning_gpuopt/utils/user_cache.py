@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 class UserCache:
     """One file below ``$XDG_CACHE_HOME/lightning-gpuopt`` (``~/.cache``); what goes wrong with it is no error.
 
-    Where nothing can be written there, it is kept in a folder of this user's own below the temporary one. The key is
+    If nothing can be written there, it is kept in a folder of this user's own below the temporary one. The key is
     JSON, with the version of the file's format in it.
     """
 
@@ -31,7 +31,7 @@ class UserCache:
         self._paths = [each / kind / f"{name}{suffix}" for each in (Path(root, "lightning-gpuopt"), self._temporary)]
 
     def load(self, parse: Callable[[bytes], T | None]) -> T | None:
-        """What ``parse`` makes of the file's bytes; None where there is nothing, or nothing that can be read."""
+        """What ``parse`` makes of the file's bytes; None if there is nothing, or nothing that can be read."""
         for path in self._paths:
             try:
                 if self._is_own(path) and (found := parse(path.read_bytes())) is not None:

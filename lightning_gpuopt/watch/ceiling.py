@@ -43,7 +43,7 @@ class Plan:
 
 
 def plan_of(steps: int | None, queued: int = 0, rhythm: int = 1) -> Plan | None:
-    """What to measure in so many steps (None: no end can be foreseen); None where the run is too short.
+    """What to measure in so many steps (None: no end can be foreseen); None if the run is too short.
 
     ``queued`` batches may be finished when training begins: they say nothing of the loader's rate. ``rhythm`` is the
     batches of an optimizer step: each rate is that of whole ones.
@@ -82,7 +82,7 @@ class Meter:
 
     @property
     def steps_per_s(self) -> float | None:
-        """Steps per second; None where none counts."""
+        """Steps per second; None if none counts."""
         return self.steps / self._seconds if self.steps and self._seconds > 0 else None
 
 
@@ -116,12 +116,12 @@ class Prediction:
 
     @property
     def loader_steps_per_s(self) -> float | None:
-        """Steps per second of the loader by itself; None where its batches were not timed."""
+        """Steps per second of the loader alone; None if its batches were not timed."""
         return self._alone / self._alone_s if self._alone_s else None
 
 
 def _batch_s(window: Measurement) -> float | None:
-    """Seconds that the loader needs for a batch, its workers side by side; None where nothing was timed in it."""
+    """Seconds that the loader needs for a batch, its workers side by side; None if nothing was timed in it."""
     workers, number = window.workers, window.loader.num_workers
     if workers.batches:
         return workers.busy_s / workers.batches / (number or 1)
@@ -136,7 +136,7 @@ class Ceiling:
     steps: int  # of which the first is the rate
     free_steps: int  # of which the second is the rate
     batches: int  # that were handed out again and again
-    predicted: float | None = None  # at most, by the report of the steps with the loader; None where none was made
+    predicted: float | None = None  # at most, by the report of the steps with the loader; None if none was made
     loader_steps_per_s: float | None = None  # by the time that its batches take; None: not timed
 
     @property
@@ -145,10 +145,10 @@ class Ceiling:
         return max(self.free_steps_per_s / self.steps_per_s, 1.0)
 
     def __str__(self) -> str:
-        alone = f", your loader by itself {_figure(self.loader_steps_per_s)}" if self.loader_steps_per_s else ""
+        alone = f", your loader alone {_figure(self.loader_steps_per_s)}" if self.loader_steps_per_s else ""
         return (
-            f"with data that costs nothing: {_figure(self.free_steps_per_s)} steps/s; the run as it is "
-            f"{_figure(self.steps_per_s)}{alone}: a faster loader gains {self.at_most:.1f}x at most"
+            f"with free data: {_figure(self.free_steps_per_s)} steps/s; your run {_figure(self.steps_per_s)}{alone}: a "
+            f"faster loader gains {self.at_most:.1f}x at most"
         )
 
 

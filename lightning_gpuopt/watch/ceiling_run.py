@@ -33,7 +33,7 @@ from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, pla
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay
 
 _JOIN_S = 5.0  # so long a child process may take to end
-_ALONE_S = 2.0  # so long ranks wait for each other before they end, where one of them was silent before
+_ALONE_S = 2.0  # so long ranks wait for each other before they end, if one of them was silent before
 
 
 class HookClock(Callback):
@@ -54,7 +54,7 @@ class HookClock(Callback):
 class CeilingRun(CallbackBase):
     """Measures the upper bound of a faster loader's gain in one ``fit``, from which it does not return.
 
-    ``before`` stands before the detector, and this callback behind it; None where the detector is the user's own.
+    ``before`` stands before the detector, and this callback behind it; None if the detector is the user's own.
     ``switched`` is called when the steps with the loader are over, ``measured`` on rank 0 of several, and ``leave``
     before the process ends.
     """
@@ -87,7 +87,7 @@ class CeilingRun(CallbackBase):
         self._is_off = self._is_done = self._gave_up = False
         self._patience_s = PATIENCE_S
         self._failure = ""
-        self.why_not = "no training step was done"  # why nothing was measured, so far
+        self.why_not = "no training step ran"  # why nothing was measured, so far
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -103,8 +103,8 @@ class CeilingRun(CallbackBase):
         self._leave_out(trainer)
         if self._replay is not None:  # Lightning itself ends none then
             self._give_up(
-                f"expected one epoch without end of batches from memory, and the script has ended it at step "
-                f"{self._steps}; for this run take out what ends epochs early"
+                f"expected one endless epoch of batches from memory, but the script ended it at step {self._steps}; "
+                "for this run remove whatever ends epochs early"
             )
             self._quit(trainer, pl_module)
 
@@ -134,8 +134,8 @@ class CeilingRun(CallbackBase):
     def _leave(self) -> None:
         error = sys.exc_info()[1]
         self.why_not = self._failure = (
-            f"expected to measure each step, and that failed: {type(error).__name__}: {error}; run watch without "
-            "--ceiling, which needs less of Lightning"
+            f"expected to measure each step, but that failed: {type(error).__name__}: {error}; run watch without "
+            "--ceiling, which depends less on Lightning"
         )
 
     @override
@@ -159,7 +159,7 @@ class CeilingRun(CallbackBase):
         plan, step = self._plan, self._steps
         if plan is None:
             return
-        self.why_not = f"the run ended after {step} steps, and the measurement takes {plan.steps}"
+        self.why_not = f"the run ended after {step} steps, but the measurement needs {plan.steps}"
         if plan.warm_up <= step <= plan.switch_at:
             exactly = step in (plan.warm_up, plan.switch_at) or not self._loader.counts
             exactly = exactly or more_than_a_step_follows(trainer, batch_idx)
@@ -190,8 +190,8 @@ class CeilingRun(CallbackBase):
         said = all_said(mine, "watch-ceiling-plan", trainer.global_rank, trainer.world_size)
         if said is None:
             self._give_up(
-                f"expected all {trainer.world_size} ranks to agree at the first step on what to measure, and one "
-                f"said nothing for {PATIENCE_S:.0f} s, or they have no key-value store (MPI); run each rank under this "
+                f"expected all {trainer.world_size} ranks to agree at the first step on what to measure, but one did "
+                f"not respond for {PATIENCE_S:.0f} s, or they have no key-value store (MPI); run each rank under this "
                 "command"
             )
             self._patience_s = _ALONE_S
@@ -202,15 +202,15 @@ class CeilingRun(CallbackBase):
         if self._plan is None:
             self._stand_aside(f"the run is too short: {steps} steps")
         else:
-            self.why_not = f"the run ended after {self._steps} steps, and the measurement takes {self._plan.steps}"
+            self.why_not = f"the run ended after {self._steps} steps, but the measurement needs {self._plan.steps}"
 
     def _is_agreed(self, trainer: Trainer, why_not: str, name: str) -> bool:
         """Whether no rank has a reason against going on; else all give up."""
         said = all_said(why_not, f"watch-ceiling-{name}", trainer.global_rank, trainer.world_size)
         if said is None:
             self._give_up(
-                f"expected a word of all {trainer.world_size} ranks after step {self._steps}, and one said nothing for "
-                f"{PATIENCE_S:.0f} s; look for what holds it up there, or has ended it"
+                f"expected a message from all {trainer.world_size} ranks after step {self._steps}, but one sent none "
+                f"for {PATIENCE_S:.0f} s; find out what blocks or ended it"
             )
             self._patience_s = _ALONE_S
         elif whys := [(rank, why) for rank, why in enumerate(said) if why]:
@@ -225,8 +225,8 @@ class CeilingRun(CallbackBase):
         why = self._failure
         if not why and not (self._kept.items and self._loader.steps_per_s is not None):
             why = (
-                "expected steps of an epoch that follow each other, and there are none: each epoch has one batch, or a "
-                "validation comes after each; for this run give epochs more batches"
+                "expected consecutive steps in an epoch, but there are none: each epoch has one batch, or a validation "
+                "follows each step; for this run give epochs more batches"
             )
         if self._is_agreed(trainer, why, "switch"):
             copies_all = bool(why_batches_move_otherwise(trainer, pl_module) or own_transfer(trainer, pl_module))

@@ -54,7 +54,7 @@ def run_child(
     It has our standard streams and our process group, so what is sent to the group, as a terminal's Ctrl-C, reaches it
     and its own children by itself. What another process sends to us alone (Slurm before its time limit, a supervisor)
     is sent on. The kernel does not tell the two apart; a second process of ours in the group does. Called under
-    :func:`signals_held`, whose mask it gets. OSError where it cannot be started.
+    :func:`signals_held`, whose mask it gets. OSError if it cannot be started.
     """
     with _Witness() as witness:
         child = subprocess.Popen(

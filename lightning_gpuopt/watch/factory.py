@@ -37,7 +37,7 @@ GPU_FILE: Final = "gpu.json"
 ENTRY_POINT: Final = "lightning_gpuopt_watch"
 
 _REFUSED: Final = (
-    "expected a strategy under which this process may end inside fit(), and another process waits for what it returns "
+    "expected a strategy under which this process can end inside fit(), but another process waits for its result "
     "(ddp_spawn); use strategy='ddp', or one device"
 )
 
@@ -95,7 +95,7 @@ class WatchedRun(CallbackBase):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Bring what is missing, where a ``fit`` begins."""
+        """Bring what is missing, if a ``fit`` begins."""
         self._leave()
         self._parts.leave()  # of a fit that ended without a hook
         if self._is_second(trainer):
@@ -112,7 +112,7 @@ class WatchedRun(CallbackBase):
             self._begin(trainer, pl_module)
 
     def _record(self, trainer: Trainer) -> None:
-        """Have a ``validate``, ``test`` or ``predict`` recorded, of which there is no report."""
+        """Record ``validate``, ``test`` and ``predict``, which have no report."""
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(each, StallDetector) for each in callbacks):
             self._parts.add(trainer, self, [QuietDetector(on_stall="ignore", print_report=False)])
@@ -175,7 +175,7 @@ class WatchedRun(CallbackBase):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave what there is of a report; Lightning calls no ``teardown`` then."""
+        """Write the report as far as it is known; Lightning calls no ``teardown`` then."""
         with Guard(self, trainer):
             self._parts.on_exception(pl_module, exception)
             self._end()
@@ -202,7 +202,7 @@ class WatchedRun(CallbackBase):
             return
         known = {} if self._ceiling is None else {"no_ceiling": self._ceiling.why_not}
         self._watch.note("end", folder=str(folder), messages=list(self._messages), **known)
-        with suppress(OSError):  # it is empty where training never began, as Tuner ends its fit: the next one's, then
+        with suppress(OSError):  # it is empty if training never began, as Tuner ends its fit: the next one's, then
             folder.rmdir()
 
     def _write_gpu(self, folder: Path) -> None:

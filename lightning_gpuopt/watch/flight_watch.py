@@ -87,7 +87,7 @@ class FlightWatch(ChildWatcher):
                 self.look(time.time())
                 self._stop.wait(_LOOK_AT_MOST_EVERY_S)
             except Exception:
-                log.debug("the processes could not be looked at", exc_info=True)
+                log.debug("the processes could not be inspected", exc_info=True)
                 self._stop.wait(_LOOK_EVERY_S)
 
     def look(self, now_s: float) -> None:
@@ -131,7 +131,7 @@ class FlightWatch(ChildWatcher):
             where = f"All stacks: {path}"
         except OSError as error:
             where = f"The stacks could not be written to {path}: {error.strerror}"
-        self._say(f"lightning-gpuopt watch: {found.text}\n{where}. The command continues to wait.")
+        self._say(f"lightning-gpuopt watch: {found.text}\n{where}. The command keeps waiting.")
 
     def records(self) -> list[FlightRecord]:
         """What is known of all processes: from the memory that is held, and from files of those on other machines."""
@@ -164,7 +164,7 @@ class FlightWatch(ChildWatcher):
         )
 
     def finish(self, code: int) -> PostMortem | None:
-        """Why the command ended with this exit code (negative: a signal's number); None where it ended well."""
+        """Why the command ended with this exit code (negative: a signal's number); None if it ended well."""
         self._stop.set()
         self._ends.wake()
         if self._thread is not None:

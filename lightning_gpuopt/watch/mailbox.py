@@ -39,16 +39,16 @@ class Watch:
 
     @staticmethod
     def of_this_process() -> Watch:
-        """The watch that this process is under; KeyError where there is none."""
+        """The watch that this process is under; KeyError if there is none."""
         return Watch(**json.loads(os.environ[VARIABLE]))
 
     def begin(self, command: Sequence[str]) -> None:
-        """Make the place for notes, and note the command; OSError where the folder cannot be written to."""
+        """Make the place for notes, and note the command; OSError if the folder cannot be written to."""
         (Path(self.folder) / _NOTES).mkdir()
         (Path(self.folder) / COMMAND_FILE).write_bytes(os.fsencode(shlex.join(command) + "\n"))
 
     def problem(self) -> str | None:
-        """Why no note can be left, as a sentence; None where one can."""
+        """Why no note can be left, as a sentence; None if one can."""
         try:
             self.note("check")
         except FileNotFoundError:

@@ -32,12 +32,12 @@ _UNITS: Final = {"utilization": "%", "sm_activity": "% SM activity", "memory_per
 @dataclass
 class Fit:
     folder: Path
-    report: StallReport | None = None  # None where the process ended before it was written
+    report: StallReport | None = None  # None if the process ended before it was written
     messages: list[str] = field(default_factory=list)  # what the callbacks had to tell
     gpu: dict[str, float] = field(default_factory=dict)  # means over the run, by key
     ended: bool = False  # whether its end was noted
-    ceiling: Ceiling | None = None  # under ``--ceiling``; None where nothing was measured
-    no_ceiling: str = ""  # why not; empty where nobody knows
+    ceiling: Ceiling | None = None  # under ``--ceiling``; None if nothing was measured
+    no_ceiling: str = ""  # why not; empty if nobody knows
 
 
 def render_end(
@@ -106,7 +106,7 @@ def _how_it_ended(code: int) -> str:
 
 def _without_report(fit: Fit) -> str:
     if not fit.ended:
-        return "the process ended before a report could be written."
+        return "the process ended before a report was written."
     if fit.report is None and fit.messages:
         return " ".join(["no report was written.", *fit.messages])
     return "no training step was measured."
@@ -121,17 +121,17 @@ def why_none(notes: Sequence[dict[str, Any]], command: Sequence[str]) -> list[st
         ]
     ranks = sorted({note["rank"] for note in notes if note.get("event") == "rank"})
     if ranks:
-        return [f"Rank {', '.join(map(str, ranks))}: the report is with rank 0."]
+        return [f"Rank {', '.join(map(str, ranks))}: rank 0 has the report."]
     if any(note.get("event") == "trainer" for note in notes):
-        return ["Nothing was measured: a Trainer was made, but its fit() was not called."]
+        return ["Nothing was measured: a Trainer was created, but its fit() was not called."]
     options = takewhile(lambda each: each.startswith("-") and each not in ("-c", "-m"), command[1:])
     isolated = [each for each in options if not each.startswith("--") and set("IE") & {*each}]
     started = f"it was started with {isolated[0]}" if isolated else "python -I, python -E"
     return [
-        "Nothing was measured: no Trainer was seen. Either",
-        "- the script makes no Trainer of Lightning 2.5 or later;",
-        f"- its Python does not look at PYTHONPATH ({started});",
-        "- or the environment is reset on the way to it (a shell script, a container, srun --export=NONE): keep "
+        "Nothing was measured: no Trainer was seen. Possible reasons:",
+        "- the script creates no Trainer of Lightning 2.5 or later;",
+        f"- its Python ignores PYTHONPATH ({started});",
+        "- the environment is reset before it starts (a shell script, a container, srun --export=NONE): keep "
         "PYTHONPATH and LIGHTNING_GPUOPT_WATCH, and make their folders visible there.",
     ]
 
@@ -175,7 +175,7 @@ def _ceiling_lines(fits: list[Fit], watch: Watch) -> list[str]:
     lines = [f"Ceiling: {fit.ceiling}."]
     if predicted:
         lines.append(f"         Predicted: {', '.join(predicted)}.")
-    return [*lines, "         Nothing of this run is kept: no weights, checkpoints or logs."]
+    return [*lines, "         This run keeps no weights, checkpoints or logs."]
 
 
 def _listed(lines: list[str], watch: Watch) -> list[str]:
@@ -202,7 +202,7 @@ def gpu_lines(figures: dict[str, float]) -> list[str]:
 def next_command(
     report: RunRecord, path: Path, watch: Watch, command: Sequence[str], report_dir: str | None = None
 ) -> str:
-    """What to run now, by a report; ``report_dir`` is where reports go, where that was named."""
+    """What to run now, by a report; ``report_dir`` is where reports go, if that was named."""
     if not watch.fix and any(finding.settings or finding.cause == "host_to_device" for finding in report.findings):
         folder = f" --report-dir {shlex.quote(report_dir)}" if report_dir is not None else ""
         return f"lightning-gpuopt watch --fix{folder} -- {shlex.join(command)}"

@@ -93,9 +93,12 @@ class TestWhatIsLeftAlone:
         ("made", "why"),
         [
             ([], "there is no training loader"),
-            ([loader(), loader()], "there are several training loaders, and nothing says which one it is about"),
-            ([[1, 2]], "AutoFix leaves a list alone, which is not a torch DataLoader"),
-            ([Keeps(Numbers(), 2, num_workers=1)], "the state of a Keeps holds for the settings that it began with"),
+            ([loader(), loader()], "there are several training loaders, and the finding names none"),
+            ([[1, 2]], "AutoFix leaves a list alone: it is not a torch DataLoader"),
+            (
+                [Keeps(Numbers(), 2, num_workers=1)],
+                "the state of a Keeps is valid only for the settings it started with",
+            ),
         ],
     )
     def test_a_loader_that_cannot_be_changed(self, made: list[Any], why: str) -> None:
@@ -107,15 +110,14 @@ class TestWhatIsLeftAlone:
     def test_the_workers_of_a_stream_of_which_more_may_be_prepared_ahead(self, setting: str) -> None:
         rig = Rig(loader(Stream(40), shuffle=False))
         assert rig.change(setting, 3) == (
-            "AutoFix leaves an IterableDataset alone, since what it yields depends on the workers (iterable=True: not "
-            "alone)"
+            "AutoFix leaves an IterableDataset alone: its samples depend on the workers (iterable=True includes it)"
         )
         assert rig.change("prefetch_factor", 5) is False
 
     def test_one_that_was_made_before(self) -> None:
         rig = Rig(loader())
         rig.loops._combined_loader.flattened = [loader()]
-        assert rig.change("num_workers", 3) == "the training loader was made before"
+        assert rig.change("num_workers", 3) == "the training loader already existed"
 
     def test_one_of_a_validation(self) -> None:
         rig = Rig(training=False)
@@ -125,7 +127,7 @@ class TestWhatIsLeftAlone:
 
     def test_loaders_that_are_made_anew(self) -> None:
         rig = Rig(loader(), reload_dataloaders_every_n_epochs=1)
-        assert rig.change("num_workers", 3) == "the loaders are made again while training runs"
+        assert rig.change("num_workers", 3) == "the loaders are recreated while training runs"
 
 
 class Wraps:
@@ -161,7 +163,7 @@ class TestTheLastEpoch:
     def test_what_takes_a_new_iterator_comes_too_late(self, epochs: int, at: int) -> None:
         for made, setting, value in ((loader(num_workers=0), "num_workers", 2), (loader(), "prefetch_factor", 5)):
             rig = Rig(made, max_epochs=epochs, current_epoch=at)
-            assert rig.change(setting, value) == "it takes a new iterator of the loader, and this epoch is the last"
+            assert rig.change(setting, value) == "it needs a new iterator of the loader, and this epoch is the last"
             assert rig.adjustable.is_settled
 
     @pytest.mark.parametrize("epochs", [None, -1, 2])
@@ -191,7 +193,7 @@ class TestSeveralLoaders:
     def test_one_that_is_there_twice_is_left_alone(self) -> None:
         rig = Rig(twice := loader(), twice)
         rig.adjustable.aim("1")
-        assert rig.change("persistent_workers", True) == "it is among the training loaders twice"
+        assert rig.change("persistent_workers", True) == "it is used twice among the training loaders"
 
     def test_the_only_one_needs_no_aim(self) -> None:
         rig = Rig(loader())
@@ -216,7 +218,7 @@ class TestWithTheNextIterator:
         thread = threading.Thread(target=rig.epoch)
         thread.start()
         thread.join()
-        why = "it is iterated on a thread of the program's own"
+        why = "the program iterates it on its own thread"
         assert rig.adjustable.refused == {"prefetch_factor": why}
         assert (rig.loaders[0].prefetch_factor, rig.adjustable.is_settled) == (2, True)
         assert rig.change("num_workers", 2) == why
@@ -264,7 +266,7 @@ class TestRunningWorkers:
         assert rig.adjustable.step_done() is None
         monkeypatch.setattr(RunningLoader, "no_longer_fits", lambda self: Cap(2, "memory"))
         said = rig.adjustable.step_done()
-        assert said == "for more workers there is no room any longer, limited by memory"
+        assert said == "there is no longer room for more workers, limited by memory"
         assert rig.loaders[0].num_workers == 2
 
     @pytest.mark.parametrize(("method", "slowly"), [("fork", False), ("spawn", True)])
@@ -304,6 +306,6 @@ class TestTheCopyAhead:
 
     def test_where_there_is_none_it_cannot_be_woken(self) -> None:
         rig = Rig(loader())
-        assert rig.change("device_prefetch", True) == "there is no CudaPrefetcher to wake"
+        assert rig.change("device_prefetch", True) == "there is no CudaPrefetcher to switch on"
         rig.adjustable.take_back("device_prefetch", False)
         assert rig.adjustable.now("device_prefetch") is False

@@ -26,8 +26,8 @@ BEFORE, SKIPPED, PROOF = 4, 1, 5
 TWO_WORKERS = speedup_of_workers(window(SLOW, batch_s=SLOW), 2)
 """What is predicted of them, where a worker takes a step's time for a batch."""
 
-NO_GAIN = "no gain that could be told from noise"
-WITH_WORKERS = "with num_workers, and measured with it; not predicted by itself"
+NO_GAIN = "no gain beyond noise"
+WITH_WORKERS = "applied and measured together with num_workers; not predicted separately"
 LAST_EPOCH = "training ended before it could take effect"
 
 
@@ -111,14 +111,14 @@ class TestBeforeAChange:
         run.windows(SKIPPED + PROOF, FAST)
         run.windows(8, FAST, finding(loader="fast", prefetch_factor=4))
         assert run.log[2:] == []
-        assert run.controller.notes == ["Of several training loaders AutoFix changes 'slow' alone."]
+        assert run.controller.notes == ["Of several training loaders, AutoFix changes only 'slow'."]
 
     def test_where_the_first_cannot_be_changed_the_next_is(self) -> None:
         run = PlainRun({"num_workers": 1})
         run.settings.refuses["num_workers"] = "no"
         tried(run, finding(loader="slow", num_workers=2), finding(loader="fast", prefetch_factor=4))
         assert run.log == [("aim", "slow"), ("aim", "fast"), ("change", "prefetch_factor", 4)]
-        assert run.controller.notes == ["Of several training loaders AutoFix changes 'fast' alone."]
+        assert run.controller.notes == ["Of several training loaders, AutoFix changes only 'fast'."]
 
 
 class TestAChangeAtOnce:
@@ -189,7 +189,7 @@ class TestAChangeAtOnce:
         assert run.messages == ["AutoFix: num_workers 1 → 3, now, since slow_transform was found"]
         run.loader.draws = True
         run.windows(SKIPPED + PROOF, FAST)
-        why = f"{DRAWS}; not predicted: what a batch costs was not measured"
+        why = f"{DRAWS}; not predicted: the cost of a batch was not measured"
         assert run.changes == [kept("num_workers", 1, 3, predicted=None, why=why)]
 
     def test_the_windows_that_proved_it_are_those_before_the_next_each_of_them_once(self) -> None:
@@ -363,7 +363,7 @@ class TestWorkersThatAreNotForked:
         run = self.slow(epoch_s=1.0)
         assert run.log == [("change", "num_workers", 2), ("change", "persistent_workers", True)]
         assert run.messages == [
-            "AutoFix: num_workers 1 → 2, with the next epoch, since slow_transform was found, with workers that persist"
+            "AutoFix: num_workers 1 → 2, with the next epoch, since slow_transform was found, with persistent workers"
         ]
         run.epoch(1.0)
         run.windows(1 + SKIPPED + PROOF, FAST)
@@ -523,13 +523,13 @@ class TestACopyAhead:
     def test_page_locked_memory_is_kept_without_a_prediction_and_says_why(self) -> None:
         run = tried(PlainRun({"num_workers": 0, "pin_memory": False}), self.COPY, on_gpu=True)
         run.windows(SKIPPED + PROOF, FAST, on_gpu=True)
-        why = "not predicted: how much faster a copy from page-locked memory is, only a trial shows"
+        why = "not predicted: only a trial shows how much faster copies from page-locked memory are"
         assert run.changes == [kept("pin_memory", False, True, predicted=None, why=why)]
         assert run.messages[-1] == f"AutoFix: pin_memory False → True: measured 2.0x, kept ({why})"
 
 
 class TestAProblemWithTheWorkers:
-    GONE = "for more workers there is no room any longer, limited by memory"
+    GONE = "there is no longer room for more workers, limited by memory"
 
     def test_ends_the_trial_of_more(self) -> None:
         run = tried(one_worker(), MORE)
@@ -571,7 +571,7 @@ class TestAProblemWithTheWorkers:
         run.window(SLOW)
         assert run.changes == []
         assert run.controller.notes == [
-            "AutoFix starts workers at the beginning of an epoch only: a worker that was started in mid-epoch never "
+            "AutoFix starts workers only at the beginning of an epoch: a worker that was started in mid-epoch never "
             "gave a batch."
         ]
 

@@ -65,7 +65,7 @@ class TestRunningWorkers:
     def test_they_are_taken_back_where_it_is_not_proved(self, tmp_path, after):
         run = Run(tmp_path, script([finding(num_workers=3)], *after), loader())
         assert run.changes == [("num_workers", 1, 3, False)]
-        assert run.why == ["no gain that could be told from noise"]
+        assert run.why == ["no gain beyond noise"]
         counts = [len(pids) for pids in run.workers.pids]
         assert {1, 3} <= set(counts) <= {1, 3, 4}  # one set takes over from the other
         assert run.loader.num_workers == 1
@@ -159,7 +159,7 @@ class TestOrderAndSamplesStay:
         made = loader(Numbers(takes_s=0.002), num_workers=0)
         run = Run(tmp_path, script([finding(num_workers=2)]), made, callbacks=(AfterBatch(change),))
         assert run.changes == [("num_workers", 0, 2, None)]
-        assert run.why == ["the dataset changes while training runs, and workers would keep the old one"]
+        assert run.why == ["the dataset changes while training runs, and workers would keep the old state"]
 
     def test_of_our_own_data_modules(self, tmp_path):
         made = make_loader(Numbers(takes_s=0.001), ElasticSampler(Order(40, seed=1), 2), num_workers=1)
@@ -240,7 +240,7 @@ class TestWhenThingsGoWrong:
         ("before", "given", "why"),
         [
             (5, {"timeout": 30}, "the first batches of new workers may take longer than the loader's timeout=30"),
-            (19, {"prefetch_factor": 30}, "all batches of the epoch are on their way"),
+            (19, {"prefetch_factor": 30}, "all batches of the epoch are in flight"),
         ],
     )
     def test_workers_that_cannot_come_any_more_are_advised_and_the_loader_keeps_its_own(
@@ -292,7 +292,7 @@ def test_the_report_tells_what_was_tried(tmp_path):
     assert lines[at + 1 : at + 6] == [
         "  num_workers 1 → 2: predicted 2.0x (1.5x to 2.5x), measured 2.0x, kept",
         "  prefetch_factor 2 → 4: predicted 2.0x (1.5x to 2.5x), measured 1.00x, undone",
-        "  (no gain that could be told from noise)",
+        "  (no gain beyond noise)",
         "To have them from the start:",
         "  DataLoader(..., num_workers=2)",
     ]

@@ -56,8 +56,8 @@ class TestItDisablesItself:
     @pytest.mark.parametrize(
         ("model", "reason"),
         [
-            (Before, "Before.on_before_batch_transfer works on each batch before its copy"),
-            (IteratesItself, "the step takes batches from dataloader_iter itself"),
+            (Before, "Before.on_before_batch_transfer processes each batch before its copy"),
+            (IteratesItself, "the step fetches batches from dataloader_iter itself"),
         ],
     )
     def test_for_modules_of_these_kinds(
@@ -82,7 +82,7 @@ class TestItDisablesItself:
             trainer = Trainer(**QUIET, **gpu.trainer_arguments(), max_epochs=1, callbacks=[prefetcher])
             trainer.fit(Model(), Given())
         (line,) = lines(caplog)
-        assert "its batches come on the device already" in line
+        assert "its batches are already on the device" in line
         assert prefetcher.stats == {**prefetcher.stats, "staged": 0, "direct": 5}
 
     def test_for_a_strategy_that_moves_batches(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +100,7 @@ class TestItDisablesItself:
         trainer.fit(Model(), loader())
         trainer.validate(Model(), loader())
         assert lines(caplog) == [
-            "CudaPrefetcher disables itself: the Trainer's device is cpu, where no copy can be hidden."
+            "CudaPrefetcher disables itself: the Trainer's device is cpu, where copies cannot be hidden."
         ]
         assert "batch_to_device" not in vars(trainer.strategy)
 

@@ -306,12 +306,12 @@ class TestNumWorkersFinder:
         finder = NumWorkersFinder(mode)
         fit(tmp_path, data(folder), finder)
         assert lines(caplog, "NumWorkersFinder") == [
-            "NumWorkersFinder leaves a DALILoader alone, which is not a torch DataLoader."
+            "NumWorkersFinder leaves a DALILoader alone: it is not a torch DataLoader."
         ]
         assert (finder.optimal_num_workers, finder.choices) == (None, {})
 
 
-AHEAD = "CudaPrefetcher does not look ahead: its batches come on the device already."
+AHEAD = "CudaPrefetcher does not look ahead: its batches are already on the device."
 
 
 class TestCudaPrefetcher:

@@ -233,7 +233,7 @@ def test_a_stream_is_left_alone_unless_asked_for(
 def test_a_loader_that_gathers_without_workers_stays_so() -> None:
     source = loader(0)
     vars(source)["dataset"] = Gather.__new__(Gather)
-    assert why_left_alone(source) == "a loader alone that gathers its batches faster without workers"
+    assert why_left_alone(source) == "a loader alone: it gathers its batches faster without workers"
 
 
 class CorruptLater(Numbers):
@@ -343,7 +343,7 @@ def test_a_probe_is_given_the_time_of_a_step_or_measures_it(
 def test_trials_that_see_nothing_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found(monkeypatch, NumWorkersResult(1, (), "time"))
     source, finder = loader(2), NumWorkersFinder("probe", step_time_s=0.01)
-    with pytest.warns(UserWarning, match="continues with num_workers=2: not one batch came within max_seconds=10"):
+    with pytest.warns(UserWarning, match="continues with num_workers=2: no batch came within max_seconds=10"):
         fit(tmp_path, Model(source), finder, max_epochs=1)
     assert source.num_workers == 2
 
@@ -624,7 +624,7 @@ def test_a_loader_that_resumes_from_its_state_keeps_its_number(
     finder = NumWorkersFinder()
     with caplog.at_level(logging.INFO):
         assert resume("own", finder) == resume("own")
-    assert "leaves a StatefulDataLoader alone: the state that it resumes from holds for its num_workers" in caplog.text
+    assert "leaves a StatefulDataLoader alone: the state it resumes from is valid only for" in caplog.text
     assert finder.optimal_num_workers == 1
     assert resume("ours", finder) == resume("ours", workers=2)
     assert finder.optimal_num_workers == 2
@@ -714,8 +714,8 @@ def test_a_loader_that_workers_cannot_serve_stays_without(
         "generator": "its dataset holds a random generator, dataset.held (Generator)",
         "error": "a worker process fails: RuntimeError: Cannot re-initialize CUDA in forked subprocess",
         "cheap": "sooner than a worker process can transfer it",
-        "stateful": "with workers it would shuffle",
-        "wrapped": "a Wrapped makes its iterators itself",
+        "stateful": "workers would change its shuffle order",
+        "wrapped": "a Wrapped creates its own iterators",
         "spawn": "its workers would be started by 'spawn', which runs the program's script again",
     }
 
@@ -780,7 +780,7 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
     with caplog.at_level(logging.INFO):
         fit(tmp_path, Model(loader()), finder, counts, AfterBatch(grow), max_epochs=1)
     assert counts.counts[38:43] == [4, 4, 4, 2, 2]
-    assert "num_workers 4 → 2: for more workers there is no room any longer, limited by memory" in caplog.text
+    assert "num_workers 4 → 2: there is no longer room for more workers, limited by memory" in caplog.text
     assert finder.choices[0].limited_by == "memory"
 
 

@@ -237,8 +237,8 @@ def test_once_a_batch_size_is_raised_in_mid_epoch_the_next_is_asked_as_the_user_
 
     callbacks = [trains, AfterBatch(raises), NumWorkersFinder()]
     trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=EPOCHS, callbacks=callbacks)
-    with pytest.warns(UserWarning, match="reads what changes while training runs") as said:
+    with pytest.warns(UserWarning, match="reads state that changes while training runs") as said:
         trainer.fit(Model(), loader)
-    assert len([each for each in said if "reads what changes" in str(each.message)]) == 1
+    assert len([each for each in said if "reads state that changes" in str(each.message)]) == 1
     assert (trains.most[-1], trains.most[1] > 1) == (1, True)
     assert (loader.num_workers, length_of(loader)) == (1, 20)

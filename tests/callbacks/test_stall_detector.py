@@ -107,7 +107,7 @@ class TestVerdicts:
         (finding,) = report.findings
         assert (finding.cause, finding.share) == ("callback", pytest.approx(0.5, abs=0.05))
         assert (finding.evidence["callback"], finding.evidence["hook"]) == ("Augments", hook)
-        assert "have the workers do its work" in finding.advice
+        assert "do its work in the workers" in finding.advice
         assert finding.predicted_speedup is not None
         assert finding.predicted_speedup[1] == pytest.approx(2.0, abs=0.1)
         assert report.phases["transfer"] == pytest.approx(0.01 * report.steps, abs=0.01)
@@ -347,10 +347,10 @@ class TestReportFile:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         detector = StallDetector(report_dir=tmp_path / "short")
-        why = "No training has run yet: a verdict needs 6 steps or more."
+        why = "No training has run yet: a verdict needs at least 6 steps."
         assert (detector.report.verdict, detector.report.why_not_measured) == ("not_measured", why)
         tiny_trainer(tmp_path, callbacks=[detector], max_steps=3).fit(Model(dataset=SleepyData(sleep_s=0.01)))
-        why = "Only 3 steps have run, warm-up included: nothing is diagnosed, a verdict needs 6 or more."
+        why = "Only 3 steps have run, warm-up included: nothing is diagnosed, a verdict needs at least 6."
         file = tmp_path / "short" / "report.json"
         for text in (capsys.readouterr().out, self.shown(capsys, file)):
             first, *lines = text.splitlines()
@@ -496,7 +496,7 @@ class TestAsBefore:
         trainer = self.trainer(tmp_path, detector, limit_val_batches=2)
         trainer.validate(Model(), verbose=False)
         assert detector.report.wall_s == 0
-        assert detector.report.notes == ["No training has run yet: a verdict needs 6 steps or more."]
+        assert detector.report.notes == ["No training has run yet: a verdict needs at least 6 steps."]
 
     def test_the_sanity_check_is_not_counted(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(validation_s=0.05), limit_val_batches=2, num_sanity_val_steps=2, max_steps=10)
@@ -504,7 +504,7 @@ class TestAsBefore:
 
     def test_nothing_to_train_is_no_error(self, tmp_path: Path) -> None:
         report = run(tmp_path, Model(), limit_train_batches=0)
-        assert report.notes == ["No training has run yet: a verdict needs 4 steps or more."]
+        assert report.notes == ["No training has run yet: a verdict needs at least 4 steps."]
 
     def test_weights_are_the_same_with_and_without_it(self, tmp_path: Path) -> None:
         plain = final_weights(tiny_trainer(tmp_path, max_steps=40))
@@ -718,7 +718,7 @@ class TestCopiesInMidFit:
         assert copies["seam"] == "process_dataloader"
         assert isinstance(copies["logger"], CSVLogger)
         for twin in (copies["detector"], copies["deep"]):
-            assert twin.report.notes == ["No training has run yet: a verdict needs 4 steps or more."]
+            assert twin.report.notes == ["No training has run yet: a verdict needs at least 4 steps."]
 
 
 def test_validation_batches_and_saves_are_progress_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,10 +173,10 @@ class TestInsideTheStep:
         notes = [note for note in report.notes if "torch.profiler" in note]
         assert len(notes) == 1
         if recorded:
-            assert re.fullmatch(r"torch.profiler looked at 3 steps, which took \d+\.\d\d s\.", notes[0])
+            assert re.fullmatch(r"torch.profiler recorded 3 steps, which took \d+\.\d\d s\.", notes[0])
         else:
-            assert notes[0].startswith("torch.profiler was not allowed to look for idle time inside the steps")
-            assert notes[0].endswith('StallDetector(profile="on") has it record three steps.')
+            assert notes[0].startswith("torch.profiler was not allowed to record idle time inside the steps")
+            assert notes[0].endswith('StallDetector(profile="on") records three steps.')
 
     @pytest.mark.parametrize(("profile", "verdict"), [("auto", "compute_bound"), ("off", "unknown")])
     def test_small_kernels_are_suspect_until_they_were_looked_at(
@@ -367,8 +367,8 @@ class TestRanks:
         assert (first["verdict"], first["findings"]) == ("unknown", [])
         notes = [[note for note in each["notes"] if "torch.profiler" in note] for each in (first, second)]
         assert [len(each) for each in notes] == [1, 1]
-        assert notes[0][0].endswith('StallDetector(profile="on") has it record three steps on rank 0.')
-        assert "idle time inside the steps, which NVML's figures suggest and exposed communication" in notes[0][0]
+        assert notes[0][0].endswith('StallDetector(profile="on") records three steps on rank 0.')
+        assert "idle time inside the steps, which NVML's readings suggest and exposed communication" in notes[0][0]
 
 
 class TestWhenThingsGoWrong:
@@ -377,7 +377,7 @@ class TestWhenThingsGoWrong:
         report = fit(gpu, tmp_path, module(gpu))
         assert (report.steps, report.findings, report.gpu_idle_s) == (STEPS, [], None)
         (note,) = [each for each in report.notes if "CUDA refused an event" in each]
-        assert note.startswith("The GPU's own times end here")
+        assert note.startswith("The GPU's times end here")
 
     def test_events_refused_in_mid_run_keep_what_was_read(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         later = At("on_train_epoch_start", lambda: gpu.refuse_events(after=400))

@@ -134,7 +134,7 @@ class TestChangedDatasets:
                 next(iter(trainer.train_dataloader))
 
         expected = plain(tmp_path, loader(), AfterBatch(change))
-        with pytest.warns(UserWarning, match="its dataset may have changed since they were started"):
+        with pytest.warns(UserWarning, match="its dataset may have changed since they started"):
             fit = Fit(tmp_path, caplog, loader(), AfterBatch(change))
         assert fit.model.seen == expected
 
@@ -163,7 +163,7 @@ class TestCaches:
     def test_a_dataset_that_keeps_its_samples_stays_without_workers(self, tmp_path, caplog):
         fit = Fit(tmp_path, caplog, loader(Cached(), workers=0))
         assert (fit.num_workers, len(fit.said)) == (0, 1)
-        assert "its dataset changes as it is read, as one that keeps its samples" in fit.said[0]
+        assert "its dataset changes as it is read, as a sample cache does" in fit.said[0]
 
     def test_what_changes_with_each_read_keeps_its_workers(self, tmp_path, caplog):
         expected = plain(tmp_path, loader(Counts(), workers=1))
@@ -202,7 +202,7 @@ class TestCheckpoints:
         restores = Restores(finder, self.MOST + 8)
         fit = Fit(tmp_path, caplog, loader(), restores, finder=finder, max_epochs=1)
         assert restores.seen[0] == self.MOST
-        assert f"the checkpoint has num_workers={self.MOST + 8}, and there is room for {self.MOST} here" in fit.said[0]
+        assert f"the checkpoint has num_workers={self.MOST + 8}, but there is room for {self.MOST} here" in fit.said[0]
         assert {trial.num_workers for trial in finder.trials} == {self.MOST}  # measured here
 
     def test_a_loader_with_a_state_gets_the_number_that_its_state_needs(self, tmp_path, caplog):
@@ -210,7 +210,7 @@ class TestCheckpoints:
         source = StatefulDataLoader(Numbers(40), batch_size=2, num_workers=1)
         fit = Fit(tmp_path, caplog, source, Restores(finder, self.MOST + 1), finder=finder, max_epochs=1)
         assert fit.num_workers == self.MOST + 1
-        assert f"num_workers={self.MOST + 1} is kept, though there is room for {self.MOST} here" in fit.said[0]
+        assert f"num_workers={self.MOST + 1} is kept, although there is room for {self.MOST} here" in fit.said[0]
 
 
 class Augmented(Numbers):
@@ -243,7 +243,7 @@ class TestExact:
             {
                 "draws": (True, 1, 1, "its workers draw random numbers (exact=True)"),
                 "draws-nothing": (False, 1, 4, ""),
-                "draws-from-0": (True, 0, 0, "its workers must not draw random numbers, and one was seen to"),
+                "draws-from-0": (True, 0, 0, "its workers must not draw random numbers, and one did"),
                 "draws-nothing-from-0": (False, 0, 4, ""),
             },
         ),

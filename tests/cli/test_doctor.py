@@ -82,12 +82,12 @@ def test_problems_come_first_and_make_the_exit_code_1(simulator: Simulator, with
     assert out.splitlines()[:8] == [
         "1 problem, 1 note, 15 ok",
         "PROBLEM gpu0.pcie: PCIe 5 x4 of PCIe 5 x16",
-        "        why: The link carries 16 GB/s of 63 GB/s. A GPU seldom lowers its lanes",
-        "        when idle: slot, riser or BIOS give it fewer.",
+        "        why: The link carries 16 GB/s of 63 GB/s. An idle GPU rarely reduces its",
+        "        lanes: check slot, riser and BIOS.",
         "        fix: reseat the card, or use a slot with all its lanes",
         "note    gpu0.persistence: persistence mode is off",
-        "        why: When nobody uses the GPU the driver unloads: each program's start",
-        "        takes a second or more longer.",
+        "        why: The driver unloads when no program uses the GPU: each program then",
+        "        takes a second or more longer to start.",
     ]
     assert max(map(len, out.splitlines())) <= 80
 
@@ -103,7 +103,7 @@ def test_as_json(simulator: Simulator, with_cuda: None, capsys):
         "found": "power limit 200 W of 400 W",
         "measured": {"power_limit_w": 200.0, "power_limit_default_w": 400.0},
         "why": "Under load the GPU lowers its clocks to stay within the limit.",
-        "fix": "sudo nvidia-smi -i 0 -pl 400 (unless the limit is meant: cooling, the rack's supply)",
+        "fix": "sudo nvidia-smi -i 0 -pl 400 (unless the limit is intended: cooling, the rack's supply)",
     }
     assert checks["torch"]["measured"]["driver"] == "580.95"
 
@@ -126,7 +126,7 @@ def test_a_driver_that_hangs_is_a_plain_line(simulator: Simulator, monkeypatch, 
     simulator.machine(Gpu(), hang("nvmlDeviceGetHandleByIndex_v2"))
     code, out = doctor(capsys)
     assert code == 0
-    assert "?       gpus: not known: NVML has not answered within 0.05 s" in out.splitlines()
+    assert "?       gpus: not known: NVML did not respond within 0.05 s" in out.splitlines()
 
 
 def test_a_torch_that_cannot_be_imported_is_a_problem(simulator: Simulator, monkeypatch, capsys):
@@ -155,7 +155,7 @@ def test_a_dataset_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys):
     assert main(["doctor", "--data", str(nowhere)]) == 2
     assert capsys.readouterr() == (
         "",
-        f"error: --data: expected a path that is there, got {nowhere}: No such file or directory; "
+        f"error: --data: expected an existing path, got {nowhere}: No such file or directory; "
         "give a folder or a file\n",
     )
 
@@ -163,7 +163,7 @@ def test_a_dataset_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys):
 def test_a_pipe_is_no_dataset(tmp_path: Path, capsys):
     os.mkfifo(tmp_path / "pipe")
     assert main(["doctor", "--data", str(tmp_path / "pipe")]) == 2
-    assert "/pipe: neither a folder nor a file;" in capsys.readouterr().err
+    assert "/pipe: not a folder or file;" in capsys.readouterr().err
 
 
 def test_a_file_system_that_hangs_is_a_plain_line(simulator: Simulator, with_cuda: None, monkeypatch, tmp_path, capsys):
@@ -177,7 +177,7 @@ def test_a_file_system_that_hangs_is_a_plain_line(simulator: Simulator, with_cud
     finally:
         answers.set()
     assert code == 0
-    assert checks["data"]["found"] == f"not known: {tmp_path}: no answer within 0.05 s"
+    assert checks["data"]["found"] == f"not known: {tmp_path}: no response within 0.05 s"
 
 
 def test_a_path_that_does_not_answer_is_a_plain_line(simulator: Simulator, with_cuda: None, monkeypatch, capsys):
@@ -191,7 +191,7 @@ def test_a_path_that_does_not_answer_is_a_plain_line(simulator: Simulator, with_
     finally:
         answers.set()
     assert code == 0
-    assert checks["data"]["found"] == "not known: /nfs: no answer within 0.05 s"
+    assert checks["data"]["found"] == "not known: /nfs: no response within 0.05 s"
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -255,4 +255,4 @@ def test_as_people_run_it_with_a_call_that_hangs(simulator: Simulator):
     data = json.loads(done.stdout)
     assert (done.returncode, done.stderr) == (1 if data["problems"] else 0, "")
     checks = {check["name"]: check for check in data["checks"]}
-    assert checks["gpus"]["found"] == "not known: NVML has not answered within 3 s"
+    assert checks["gpus"]["found"] == "not known: NVML did not respond within 3 s"

@@ -61,7 +61,7 @@ def test_the_trials_are_shown_as_a_table_and_a_plot() -> None:
         "      8      171.0      1.0  ████████████████████████████████████████",
         "",
         "num_workers=6, 170.0 batches/s expected",
-        "limited by consumer: the loader is as fast as what takes its batches",
+        "limited by consumer: the loader is as fast as its consumer",
         "DataLoader(..., num_workers=6, prefetch_factor=2, pin_memory=False, persistent_workers=True)",
     ]
 

@@ -88,11 +88,11 @@ def test_parts_are_joined_by_a_last_call(folder: dict[str, bytes]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ("build nowhere out", "nowhere: there is no such file or folder; give the path of a source"),
+        ("build nowhere out", "nowhere: there is no such file or folder; pass the path of a source"),
         ("build empty out", "empty: expected class subfolders"),
-        ("build images images/out", "images/out: it lies in the source"),
+        ("build images images/out", "images/out: it is inside the source"),
         ("build images full", "full: it exists already; give --overwrite to replace it"),
-        ("build images full --overwrite", "full: it holds 'mine.txt', which is no part of a lightning-gpuopt dataset"),
+        ("build images full --overwrite", "full: it holds 'mine.txt', which is not part of a lightning-gpuopt dataset"),
         ("build images out --part 2/2", "--part: expected I/N with 0 <= I < N, such as 0/4, got 2/2"),
         ("build images out --num-proc 0", "--num-proc: Not of type PositiveInt"),
         ("build images out --image-quality 96", "--image-quality: Not of type 1..95"),
@@ -189,7 +189,7 @@ def test_info_says_what_a_dataset_holds(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.splitlines() == [
         "out",
         "  samples     5",
-        f"  a sample    {manifest.num_bytes // 5:,} B in the mean",
+        f"  a sample    {manifest.num_bytes // 5:,} B on average",
         "  content     (image, int)",
         f"  size        {manifest.shards[0].file_bytes / 1024:.1f} KiB in 1 shard",
         "  classes     2 (a, b)",
@@ -259,6 +259,6 @@ def test_info_of_a_dataset_with_damaged_files_names_them(capsys: pytest.CaptureF
     table.unlink()
     refused(table.name, "the shard's record table is missing")
     os.truncate(shard, 4096)
-    refused(shard.name, "4096 bytes long; the manifest tells of")
+    refused(shard.name, "4096 bytes long, but")
     shard.unlink()
     refused(shard.name, "this shard is missing")

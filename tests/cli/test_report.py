@@ -72,7 +72,7 @@ def test_the_page_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
         ),
         (
             "report before.json --html before.json/page.html",
-            "--html: expected a place to write to, got before.json/page.html: File exists; name another",
+            "--html: expected a writable path, got before.json/page.html: File exists; choose another",
         ),
         (
             "report before.json --fail-if-slower 5%",
@@ -85,7 +85,7 @@ def test_the_page_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[s
             )
             for percent in ("abc", "-5", "nan", "inf", "%", "5%%")
         ),
-        ("report before.json --html .", "--html: expected a place to write to, got .: Is a directory; name another"),
+        ("report before.json --html .", "--html: expected a writable path, got .: Is a directory; choose another"),
     ],
 )
 def test_what_cannot_be_used_is_one_line_and_exit_code_2(

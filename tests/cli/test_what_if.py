@@ -87,7 +87,7 @@ def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str])
         ),
         (
             "old.json --cpus 4",
-            "old.json: expected a report that says what its loader costs, got one that does not: it is of an earlier "
+            "old.json: expected a report that says what its loader costs, got one that does not: it is from an earlier "
             "version, its loader is not a DataLoader, or no step came after the warm-up; record one with StallDetector "
             "and give that",
         ),
@@ -101,7 +101,7 @@ def test_the_largest_numbers_have_a_forecast(capsys: pytest.CaptureFixture[str])
         (
             "bare.json --ranks 2",
             "bare.json: expected a report that says how many bytes of gradients a step has, got one that does not; "
-            "give --gradient-bytes, in float32 four for each parameter that is trained",
+            "give --gradient-bytes: in float32, four per trained parameter",
         ),
     ],
 )

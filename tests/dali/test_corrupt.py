@@ -129,7 +129,7 @@ def test_through_a_trainer(tmp_path: Path) -> None:
     datamodule = DALIDataModule(data, data, **small(batch_size=4, on_corrupt="skip"))
     model = Notes()
     options: dict[str, Any] = {"max_steps": -1, "max_epochs": 2, "limit_val_batches": 1.0, "num_sanity_val_steps": 0}
-    with pytest.warns(UserWarning, match="2 samples cannot be read and were left out"):
+    with pytest.warns(UserWarning, match="2 samples cannot be read and were skipped"):
         tiny_trainer(tmp_path / "run", **options).fit(model, datamodule)
     expected = [number for number in range(12) if number not in (3, 8)]
     for epoch in range(2):
@@ -142,7 +142,7 @@ def test_a_batch_without_an_image_is_an_error(tmp_path: Path) -> None:
     data = folder_with(tmp_path / "f", {4: unknown_table(WHOLE), 5: unknown_table(WHOLE)})
     datamodule = DALIDataModule(val=data, **small(batch_size=2, on_corrupt="skip"))
     with (
-        pytest.warns(UserWarning, match="left out"),
+        pytest.warns(UserWarning, match="skipped"),
         pytest.raises(CorruptSampleError, match="none of the 2 samples of a batch can be read"),
     ):
         labels_of(datamodule.val_dataloader())
@@ -187,10 +187,10 @@ def test_what_was_found_is_kept_and_a_mended_file_comes_back(tmp_path: Path) -> 
         datamodule = DALIDataModule(val=data, **small(on_corrupt="skip"))
         return [label for labels in labels_of(datamodule.val_dataloader()) for label in labels]
 
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped"):
         assert given() == [number for number in range(12) if number not in (2, 7)]
     (data.parent / "c/02.jpg").write_bytes(WHOLE)
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped"):
         assert given() == [number for number in range(12) if number != 7]
 
 
@@ -214,7 +214,7 @@ def test_the_last_image_of_the_epoch_and_of_an_own_pipeline(tmp_path: Path) -> N
 
     data = list_with(tmp_path / "f", {11: unknown_table(WHOLE)})
     datamodule = DALIDataModule(val=data, **small(batch_size=4, on_corrupt="skip", eval_pipeline=plain))
-    with pytest.warns(UserWarning, match="left out"):
+    with pytest.warns(UserWarning, match="skipped"):
         assert labels_of(datamodule.val_dataloader()) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 

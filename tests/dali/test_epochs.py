@@ -131,7 +131,7 @@ class TestOneRank:
         left = iter(loader)
         assert next(left)[1].tolist() == ALL[:4]
         assert [label for labels in labels_of(loader) for label in labels] == ALL
-        with pytest.raises(RuntimeError, match="another iteration of this loader has begun"):
+        with pytest.raises(RuntimeError, match="another iteration of this loader has started"):
             next(left)
 
     def test_at_the_end_of_an_epoch_the_next_one_has_begun(self, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +175,7 @@ class TestOneRank:
 
     def test_one_loader_cannot_be_iterated_twice_at_a_time(self, data: Path) -> None:
         loader = DALIDataModule(val=data, **small(batch_size=4)).val_dataloader()
-        with pytest.raises(RuntimeError, match="expected one iteration at a time; make a second loader"):
+        with pytest.raises(RuntimeError, match="expected one iteration at a time; create a second loader"):
             list(zip(loader, loader, strict=True))
 
     def test_an_image_after_the_last_step_is_nobody_s_error(self, tmp_path: Path) -> None:

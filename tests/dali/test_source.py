@@ -85,7 +85,7 @@ def test_bytes_that_are_no_image_go_nowhere(tmp_path: Path) -> None:
 def test_a_sample_left_out_stays_out(tmp_path: Path, images: EncodedImages) -> None:
     skipped = SkippedSamples(tmp_path / "skipped.csv")
     source = BatchSource(images, None, skipped=skipped)
-    with pytest.warns(UserWarning, match="image 4.bmp cannot be read and is left out: it is bad"):
+    with pytest.warns(UserWarning, match="image 4.bmp cannot be read and is skipped: it is bad"):
         source.leave_out(4, CorruptSampleError("it is bad"))
     given = [batch.indices for batch in source.batches(plan([3, 4, 5], [4, 6]))]
     source.close()

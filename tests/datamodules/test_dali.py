@@ -100,7 +100,10 @@ class TestErrors:
         [
             ({"batch_size": 0}, "batch_size: expected samples per batch and rank, at least 1, got 0"),
             ({"crop_size": 0}, "crop_size: expected pixels, at least 1, got 0"),
-            ({"resize_size": 200}, "resize_size: expected at least crop_size=224, which is cut out of it, got 200"),
+            (
+                {"resize_size": 200},
+                "resize_size: expected at least crop_size=224, since the crop is taken from it, got 200",
+            ),
             ({"device": "cuda"}, "device: expected one of 'auto', 'gpu', 'cpu', got 'cuda'"),
             ({"num_threads": 0}, "num_threads: expected CPU threads, at least 1, got 0"),
             ({"mean": [0.5]}, r"mean: expected three numbers, one for each of red, green and blue, got \[0.5\]"),
@@ -123,7 +126,7 @@ class TestErrors:
             DALIDataModule("train", **arguments)
 
     def test_no_such_stage(self, folder: Path) -> None:
-        with pytest.raises(MisconfigurationException, match="DALIDataModule was made without val=: give it the path"):
+        with pytest.raises(MisconfigurationException, match="DALIDataModule was created without val=: pass the path"):
             super(DALIDataModule, DALIDataModule(folder)).val_dataloader()
 
     @pytest.mark.parametrize(
@@ -137,14 +140,14 @@ class TestErrors:
                 lambda root: _written(root / "bad.txt", "a.png 1\nb.png one\n"),
                 r"line 2: expected PATH LABEL, the label a whole number; got 'b.png one'",
             ),
-            (lambda root: TensorDataset(torch.zeros(3)), "DALI decodes image files by itself; got a TensorDataset"),
+            (lambda root: TensorDataset(torch.zeros(3)), "DALI decodes the image files itself; got a TensorDataset"),
             (
                 lambda root: ImageFolder(root / "folder", transform=len),
                 "expected a dataset without transform, which DALI does not run",
             ),
             (
                 lambda root: _no_label(root / "lmdb"),
-                "train: expected a label for each sample, there is none in LMDB",
+                "train: expected a label for each sample, but there is none in LMDB",
             ),
             (lambda root: _float_labels(root / "lmdb"), "expected one whole number a sample as its label; got float64"),
         ],
@@ -156,11 +159,13 @@ class TestErrors:
     def test_a_sample_without_an_image(self, tmp_path: Path) -> None:
         with LMDBWriter(tmp_path / "lmdb") as writer:
             writer.write((1.5, 3))
-        with pytest.raises(RuntimeError, match="sample 0: expected an image in the sample, there is none"):
+        with pytest.raises(RuntimeError, match="sample 0: expected an image in the sample, but there is none"):
             labels(raw(val=tmp_path / "lmdb"))
 
     def test_no_gpu(self, folder: Path) -> None:
-        with pytest.raises(MisconfigurationException, match='device="gpu": expected a CUDA device, torch sees none'):
+        with pytest.raises(
+            MisconfigurationException, match='device="gpu": expected a CUDA device, but torch sees none'
+        ):
             DALIDataModule(folder, device="gpu").train_dataloader()
 
     def test_a_list_of_training_data(self, folder: Path) -> None:
@@ -191,13 +196,13 @@ class TestErrors:
         for pipeline, words in (
             (three, r"eval_pipeline: expected a pipeline that returns \(images, labels\), got 3 outputs"),
             (ragged, r"eval_pipeline: expected images of one shape in a batch, got \(\d+,\), .*: resize or crop them"),
-            (unlabelled, "eval_pipeline: expected a pipeline that uses labels, it does not"),
+            (unlabelled, "eval_pipeline: expected a pipeline that uses labels, but it does not"),
             (
                 swapped,
                 r"eval_pipeline: expected images of four dimensions and whole numbers as labels \[B\] with B = 4, got",
             ),
             (floats, r"got images \[4, 8, 8, 3\] and float32 labels \[4\]"),
-            (_beyond, "eval_pipeline: expected a pipeline that can do with every image, DALI failed in one of the"),
+            (_beyond, "eval_pipeline: expected a pipeline that can process every image, but DALI failed in one of the"),
         ):
             with pytest.raises((ValueError, MisconfigurationException), match=words):
                 labels(raw(val=folder, eval_pipeline=pipeline))
@@ -206,15 +211,13 @@ class TestErrors:
         (folder / "bee/5.png").write_bytes(b"no image")  # in the last batch, whose error waits for the first's
 
         datamodule = DALIDataModule(val=folder, eval_pipeline=_beyond, **small(batch_size=2))
-        with pytest.raises(ValueError, match="eval_pipeline: expected a pipeline that can do with every image"):
+        with pytest.raises(ValueError, match="eval_pipeline: expected a pipeline that can process every image"):
             labels(datamodule)
 
     def test_a_decoder_that_refuses_everything_is_asked_twice_only(self, folder: Path) -> None:
         loader = DALIDataModule(val=folder, eval_pipeline=_beyond, **small(batch_size=2)).val_dataloader()
         loader._undecodable = lambda images: dict.fromkeys(range(len(images)), RuntimeError("out of memory"))
-        with pytest.raises(
-            ValueError, match=r"DALI cannot decode .*0\.png, not as PIL decoded it either.*out of memory"
-        ):
+        with pytest.raises(ValueError, match=r"DALI cannot decode .*0\.png, even as decoded by PIL.*out of memory"):
             list(loader)
 
     def test_without_dali_the_error_names_the_pip_lines(self) -> None:

@@ -167,7 +167,7 @@ def test_smaller_images_are_proposed_where_they_are_faster(
     line = next(record.getMessage() for record in caplog.records if "lmdb build" in record.getMessage())
     assert line == (
         f"ImageFolderDataModule: {folder} is read file by file, 0.20 ms an image, and decoded in 1.00 ms (medians of "
-        f"16). An LMDB of it, which opens no files, would bring up to 1.20x the samples a second and worker{words}: "
+        f"16). An LMDB, which opens no files, would give up to 1.20x the samples per second and worker{words}: "
         f"lightning-gpuopt lmdb build {folder} DST"
     )
 
@@ -295,7 +295,7 @@ def test_corrupt_samples_are_skipped_counted_and_listed(
         (folder / "bee" / "nested" / "003.png").write_bytes(b"")
     datamodule = kind(path, on_corrupt="skip", **options(num_workers=workers, shuffle=False))
     model = Sees()
-    with pytest.warns(UserWarning, match="2 samples cannot be read and were left out of their batches"):
+    with pytest.warns(UserWarning, match="2 samples cannot be read and were skipped"):
         epoch_trainer(tmp_path, max_epochs=2).fit(model, datamodule)
     left = [number for number in range(IMAGES) if number not in (3, 10)]
     assert numbers(model.seen["train"]) == left * 2

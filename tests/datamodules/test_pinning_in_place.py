@@ -153,15 +153,15 @@ class Takes(Sees):
 @pytest.mark.parametrize(
     ("module", "why"),
     [
-        (Prepares, "Prepares.on_before_batch_transfer works on each batch before its copy"),
-        (Takes, "a step of Takes takes batches from dataloader_iter itself"),
+        (Prepares, "Prepares.on_before_batch_transfer processes each batch before its copy"),
+        (Takes, "a step of Takes fetches batches from dataloader_iter itself"),
     ],
 )
 def test_where_others_may_copy_batches_are_copied_before(
     tmp_path: Path, gpu: SimulatedGpu, module: Any, why: str
 ) -> None:
     model = module(gpu)
-    with pytest.warns(UserWarning, match=f"pin_memory='in_place' is as True here: {why}"):
+    with pytest.warns(UserWarning, match=f"pin_memory='in_place' works like True here: {why}"):
         loader = fit(tmp_path, gpu, model, data())
     assert (loader.pin_memory, loader.pins_in_place) == (True, False)
     assert len(model.seen) == 32

@@ -252,7 +252,7 @@ def test_a_normalised_array_keeps_its_shape(tmp_path: Path, array: Any) -> None:
 @pytest.mark.parametrize("sample", [(ARRAY.astype(np.int16), 1), {"array": ARRAY}, (ARRAY[:2], ARRAY)])
 def test_other_arrays_are_as_they_were_written(tmp_path: Path, sample: Any) -> None:
     data = write(tmp_path / "data", *[sample] * 4)
-    with pytest.warns(UserWarning, match="of arrays and tensors as they were written it is the first part, or one"):
+    with pytest.warns(UserWarning, match="of stored arrays and tensors it applies to the first part, or to one"):
         batch = fit(tmp_path, data, normalize=HALF)
     first = batch["array"] if isinstance(batch, dict) else batch[0]
     assert (first.is_floating_point(), first.unique().tolist()) == (False, [51])

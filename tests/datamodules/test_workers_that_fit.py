@@ -114,7 +114,7 @@ def test_the_warning_comes_once_and_says_what_helps(images: Path) -> None:
     assert lines == [
         "LMDBDataModule: num_workers='auto' is 5 here, not 64: /dev/shm has 64 MiB free, and a batch is 2.3 MiB. All "
         "fit after `docker run --shm-size=741m` (or --ipc=host); a smaller batch_size or prefetch_factor lets more "
-        "fit, and num_workers=<number> is taken as it is"
+        "fit, and num_workers=<number> is used unchanged"
     ]
 
 

@@ -157,7 +157,7 @@ def test_a_folder_of_somebody_else_is_refused_and_left_alone(
     assert main(demo(tmp_path)) == 2
     assert capsys.readouterr().err == (
         "error: --data-dir: expected a new or empty folder, or one of the demo's; "
-        f"{folder} is not a folder that the demo made\n"
+        f"{folder} is not a folder created by the demo\n"
     )
     assert (folder / "precious.txt").read_text() == "mine"
 
@@ -169,7 +169,7 @@ def test_reports_of_somebody_else_are_left_alone(tmp_path: Path, capsys: pytest.
     assert main(demo(tmp_path)) == 2
     assert capsys.readouterr().err == (
         f"error: --output-dir: expected a new folder, or one of the demo's, got {folder}, whose report.json the demo "
-        "has not written; name another\n"
+        "did not write; choose another\n"
     )
     assert [path.name for path in folder.iterdir()] == ["report.json"]
     assert (folder / "report.json").read_text() == "mine"
@@ -182,7 +182,7 @@ def test_a_folder_with_other_files_takes_the_reports(tmp_path: Path) -> None:
     demo_module._refuse_results_of_others(tmp_path / "run")
     (tmp_path / "run" / "before").mkdir()
     (tmp_path / "run" / "before" / "metrics.csv").touch()
-    with pytest.raises(UsageError, match=r"whose before/metrics\.csv the demo has not written"):
+    with pytest.raises(UsageError, match=r"whose before/metrics\.csv the demo did not write"):
         demo_module._refuse_results_of_others(tmp_path / "run")
     (tmp_path / "run" / MARK).touch()
     demo_module._refuse_results_of_others(tmp_path / "run")
@@ -352,7 +352,7 @@ def test_a_place_that_cannot_be_written_to_is_wrong_usage(
     assert main(demo(tmp_path, argument, f"{tmp_path}/file/below/it")) == 2
     below = tmp_path / "file/below" if argument == "--data-dir" else tmp_path / "file/below/it"
     assert capsys.readouterr().err == (
-        f"error: {argument}: expected a place to write to, got {below}: Not a directory; name another\n"
+        f"error: {argument}: expected a writable path, got {below}: Not a directory; choose another\n"
     )
 
 
@@ -362,5 +362,5 @@ def test_a_gpu_that_is_not_there_is_wrong_usage(tmp_path: Path, capsys: pytest.C
         pytest.skip("there is a GPU")
     assert main(demo(tmp_path, "--accelerator", "gpu")) == 2
     assert capsys.readouterr().err == (
-        "error: --accelerator: expected a GPU that PyTorch can use, found none; leave it out to train on CPU\n"
+        "error: --accelerator: expected a GPU that PyTorch can use, found none; omit it to train on the CPU\n"
     )

@@ -9,7 +9,7 @@ import pytest
 from lightning_gpuopt.detector import downloads
 from lightning_gpuopt.detector.downloads import DownloadWatch
 
-SAID = "an epoch that downloads says little of those that read from there."
+SAID = "an epoch that downloads is not representative of later epochs."
 
 
 def test_what_came_into_a_folder_is_a_note(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ class TestSynchronizingCalls:
         run.device.said = BUSY
         assert run.step(50).begun == []
         assert run.looks.syncs == SyncSighting(0, 0)
-        assert run.looks.notes == ["Synchronizing calls were not looked for: the program uses torch's debug mode."]
+        assert run.looks.notes == ["Synchronizing calls were not detected: the program uses torch's debug mode."]
 
     def test_a_torch_that_cannot_is_a_note(self) -> None:
         FakeSyncLook.error = RuntimeError("no such mode")
@@ -270,7 +270,7 @@ class TestSynchronizingCalls:
         run.device.said = BUSY
         assert run.step(50).what == ["syncs ended"]
         assert run.looks.syncs == SyncSighting(0, 0)
-        assert run.looks.notes == ["Synchronizing calls could not be looked for: no such mode"]
+        assert run.looks.notes == ["Synchronizing calls could not be detected: no such mode"]
 
     def test_the_end_of_the_run_ends_it(self) -> None:
         run = Run()
@@ -321,8 +321,8 @@ class TestKernelsOnOneRank:
         assert run.looks.pending is False
         assert run.looks.missed
         assert run.looks.notes == [
-            "torch.profiler was not allowed to look for idle time inside the steps, which NVML's figures suggest: no "
-            'end of training came that could be foreseen. StallDetector(profile="on") has it record three steps.'
+            "torch.profiler was not allowed to record idle time inside the steps, which NVML's readings suggest: the "
+            'end of training could not be foreseen. StallDetector(profile="on") records three steps.'
         ]
 
     def test_never_where_it_is_off(self) -> None:
@@ -330,7 +330,7 @@ class TestKernelsOnOneRank:
         assert run.step(60).what == ["syncs"]
         assert run.looks.missed
         assert run.looks.notes[0].endswith(
-            'NVML\'s figures suggest: profile="off". StallDetector(profile="on") has it record three steps.'
+            'NVML\'s readings suggest: profile="off". StallDetector(profile="on") records three steps.'
         )
 
     def test_where_it_is_on_as_soon_as_there_is_reason(self) -> None:
@@ -417,7 +417,7 @@ class TestRecording:
         # six calls, of a second each: one to begin, one for each step, one to read
         (note,) = run.looks.notes
         assert note == (
-            "torch.profiler looked at 3 steps, which took 6.00 s: 100.0 ms a step before it, 150.0 ms after it "
+            "torch.profiler recorded 3 steps, which took 6.00 s: 100.0 ms a step before it, 150.0 ms after it "
             "(+50.0 %)."
         )
         run.step(50)
@@ -428,7 +428,7 @@ class TestRecording:
         run.device.clock.read_to_s = 9.0
         run.step(5)
         run.looks.finish()
-        assert run.looks.notes == ["torch.profiler looked at 3 steps, which took 6.00 s."]
+        assert run.looks.notes == ["torch.profiler recorded 3 steps, which took 6.00 s."]
 
     def test_what_was_recorded_is_read_at_the_end(self) -> None:
         run = self.recorded().step(4)
@@ -448,7 +448,7 @@ class TestRecording:
         run.looks.finish()
         assert FakeProfilerLook.events == []
         assert run.looks.notes == [
-            "The GPU did not finish its work: torch.profiler, which waits for it, was not stopped."
+            "The GPU did not finish its work, so torch.profiler, which waits for it, was not stopped."
         ]
 
     def test_a_rhythm_that_is_longer_than_the_look_is_a_note(self) -> None:
@@ -463,7 +463,7 @@ class TestRecording:
         run = self.recorded().step(4)
         run.looks.finish()
         assert run.looks.notes[0] == (
-            "torch.profiler's records do not tell which call issued what: copies inside the step were not told apart."
+            "torch.profiler's records do not show which call issued what: copies inside the step were not separated."
         )
 
     @pytest.mark.parametrize("where", ["begin", "step_done", "read"])
@@ -473,8 +473,8 @@ class TestRecording:
         run.device.clock.read_to_s = 9.0
         run.step(60)
         assert run.looks.notes == [
-            "The step's kernels could not be looked at with torch.profiler: another tool holds CUPTI. NVML's "
-            "utilization and a look for synchronizing calls stand in."
+            "The step's kernels could not be recorded with torch.profiler: another tool holds CUPTI. NVML's "
+            "utilization and detected synchronizing calls are used instead."
         ]
         assert (run.looks.look, run.looks.pending, run.looks.missed) == (None, False, False)
         assert run.device.clock.spans is None
@@ -486,9 +486,9 @@ class TestKernelsOnSeveralRanks:
         run = Run(left=60, ranks=2)
         assert run.step(60).what == ["syncs"]
         assert run.looks.notes == [
-            "torch.profiler was not allowed to look for idle time inside the steps, which NVML's figures suggest and "
+            "torch.profiler was not allowed to record idle time inside the steps, which NVML's readings suggest and "
             'exposed communication: with several ranks profile="auto" records nothing. StallDetector(profile="on") '
-            "has it record three steps on rank 0."
+            "records three steps on rank 0."
         ]
 
     def test_exposed_communication_was_not_looked_for_even_where_the_gpu_is_busy(self) -> None:
@@ -496,7 +496,7 @@ class TestKernelsOnSeveralRanks:
         run.device.said = BUSY
         run.step(30)
         assert not run.looks.missed
-        assert run.looks.notes[0].startswith("torch.profiler was not allowed to look for exposed communication: ")
+        assert run.looks.notes[0].startswith("torch.profiler was not allowed to record exposed communication: ")
 
     def test_on_records_on_rank_0_at_its_step_whatever_was_seen(self) -> None:
         run = Run("on", ranks=2)
@@ -513,7 +513,7 @@ class TestKernelsOnSeveralRanks:
             Run("on", ranks=2)
             .step(30)
             .looks.notes[0]
-            .endswith("Exposed communication, and ranks that wait in it for one another, were not seen.")
+            .endswith("Exposed communication, and ranks that wait in it for each other, were not detected.")
         )
 
 

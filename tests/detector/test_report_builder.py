@@ -66,7 +66,7 @@ def test_a_report_has_the_bytes_of_its_gradients(tmp_path: Path, monkeypatch: py
 def test_fewer_batches_than_workers_is_said(tmp_path: Path) -> None:
     few = Model(dataset=SleepyData(length=4), num_workers=3)
     notes = " ".join(run(tmp_path, few).notes)
-    assert "An epoch has 2 batches, fewer than the 3 workers of its loader: 1 of them are started for nothing." in notes
+    assert "An epoch has 2 batches, fewer than the 3 workers of its loader: 1 of them are not needed." in notes
     enough = Model(dataset=SleepyData(length=400), num_workers=3)
     assert "started for nothing" not in " ".join(run(tmp_path, enough).notes)
 

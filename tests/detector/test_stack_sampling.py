@@ -266,11 +266,11 @@ def test_what_could_not_be_seen_is_said(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", start)
     report = train(tmp_path, parts.Takes(parts.sleeps))
     assert "where" not in report.findings[0].evidence
-    assert "Which lines of the code main_process_loading comes from could not be seen" in " ".join(report.notes)
+    assert "The lines that cause main_process_loading are unknown" in " ".join(report.notes)
 
 
 def test_a_python_whose_frames_are_not_safe_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_sampling.stacks, "FRAMES_ARE_SAFE", False)
     report = train(tmp_path, parts.Takes(parts.sleeps))
     assert "where" not in report.findings[0].evidence
-    assert "in this Python one thread cannot safely read another's stack" in " ".join(report.notes)
+    assert "this Python cannot safely read another thread's stack" in " ".join(report.notes)

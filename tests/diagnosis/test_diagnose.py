@@ -109,8 +109,8 @@ class TestGpu:
         assert diagnose(measured, 0.1) == []
         share = 25 if on_gpu else 20  # on a GPU it is left out of the whole, too
         assert [note for note in remarks(measured, 0.1) if "own diagnosis" in note] == [
-            f"{share}% of the time is StallDetector's own diagnosis, which counts in a run as short as this, or with a "
-            "window_size as small as this."
+            f"{share}% of the time is StallDetector's own diagnosis, which matters in a run this short, or with a "
+            "window_size this small."
         ]
         assert not any("own diagnosis" in note for note in remarks(measured, 0.3))
 

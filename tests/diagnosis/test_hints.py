@@ -159,7 +159,7 @@ class TestBatch:
         assert hint.evidence == {"peak_mib": 30000, "total_mib": 80000, "batch_factor": 3.3}
         assert hint.text == (
             "There is memory for 3.3x the batch of 64: at most 30,000 of 80,000 MiB were in use, and much of the GPU "
-            "stands idle (31 % of its multiprocessors work). A larger batch changes the training: adapt the learning "
+            "is idle (31 % of its multiprocessors work). A larger batch changes training: adapt the learning "
             "rate."
         )
 
@@ -196,13 +196,13 @@ class TestPadding:
         assert hint.evidence == {"padding_percent": 30.0, "saved_percent": 30.0, "batches_seen": 6.0}
         assert (hint.name, hint.setting) == ("padding", "batch_sampler=... that groups by length")
         assert hint.text == (
-            "In the 6 batches looked at, 30% of the tokens are padding. Batches of samples of similar length would "
-            "spare 30%. It changes which samples come together."
+            "In the 6 batches inspected, 30% of the tokens are padding. Batches of samples of similar length would "
+            "save 30%. It changes which samples share a batch."
         )
 
     def test_padding_beyond_the_longest_is_told_apart(self):
         (hint,) = padding_hints([PaddedBatch((20, 20), 40)] * 4)
-        assert "Padding each batch to its own longest sample would spare 50% of all tokens. " in hint.text
+        assert "Padding each batch to its own longest sample would save 50% of all tokens. " in hint.text
 
     def test_batches_of_several_sizes(self):
         (hint,) = padding_hints([PaddedBatch((8, 8, 32, 32), 32)] * 3 + [PaddedBatch((8,), 32)])

@@ -156,7 +156,7 @@ def test_on_a_gpu_the_ceiling_is_its_own_step_time() -> None:
     finding = data_finding(measured)
     assert (finding.cause, finding.settings) == ("slow_storage", {"num_workers": 2})
     assert finding.share == pytest.approx(0.231 / 1.001, rel=1e-3)
-    assert "more than 1.30x" in finding.advice
+    assert "at most 1.30x" in finding.advice
     assert "NumWorkersFinder" in finding.advice
 
 

@@ -15,10 +15,10 @@ FOUND = Finding("slow_storage", 0.5, {}, "num_workers=4", {"num_workers": 4, "pe
 @pytest.mark.parametrize(
     "change",
     [
-        Change("num_workers", 1, 4, measured=0.65, kept=False, why="no gain that could be told from noise"),
+        Change("num_workers", 1, 4, measured=0.65, kept=False, why="no gain beyond noise"),
         Change("num_workers", 1, 2, measured=0.65, kept=False, why=COSTS_MORE),
         Change("num_workers", 1, 3, why=COSTS_MORE),
-        Change("num_workers", 1, 3, kept=False, why="for more workers there is no room any longer"),
+        Change("num_workers", 1, 3, kept=False, why="there is no longer room for more workers"),
     ],
 )
 def test_what_was_refuted_is_not_advised(change: Change) -> None:
@@ -63,7 +63,7 @@ def test_fewer_workers_are_refuted_where_they_were_tried() -> None:
 
 def test_what_was_not_even_tried_since_it_would_not_pay_is_said_so() -> None:
     (left,) = without_refuted([FOUND], [Change("num_workers", 1, 3, why=COSTS_MORE)])
-    assert left.advice == f"num_workers 1 → 3 would not pay: it is not advised ({COSTS_MORE})."
+    assert left.advice == f"num_workers 1 → 3 would not be worth it: it is not advised ({COSTS_MORE})."
 
 
 def test_each_finding_is_looked_at_for_itself() -> None:

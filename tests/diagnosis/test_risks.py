@@ -148,7 +148,7 @@ class TestWorkerMemory:
             ),
         )
         (risk,) = risks_of(allocated)
-        assert "what grows was not found" in risk.text
+        assert "what grows is unknown" in risk.text
         assert "object" not in risk.evidence
 
     def test_new_memory_at_rest_is_no_copy(self) -> None:
@@ -251,7 +251,7 @@ class TestWorkerMemory:
 
     def test_a_reason_that_was_not_found(self) -> None:
         (risk,) = risks_of(seen(*[linear(40, 3.0)] * 2))
-        assert "what grows was not found" in risk.text
+        assert "what grows is unknown" in risk.text
 
     def test_workers_that_are_not_forked_copy_nothing(self) -> None:
         assert risks_of(seen(linear(30, 0.4), copied=PATHS, forked=False)) == []
@@ -311,8 +311,8 @@ class TestSharedMemory:
         readings = (MemoryReading(0.0, shm_free=64 * MIB, shm_size=64 * MIB),)
         (risk,) = risks_of(RiskInputs(rank=readings, num_workers=8, in_flight=BatchesInFlight(128 * MIB)))
         assert risk.text == (
-            "Batches on their way from the workers need 2 GiB of /dev/shm (8 workers x 2 batches of 128 MiB), and it "
-            "has room for 64 MiB: when it is full, a worker ends with a bus error."
+            "Batches on their way from the workers need 2 GiB of /dev/shm (8 workers x 2 batches of 128 MiB), and 64 "
+            "MiB are free: when it is full, a worker ends with a bus error."
         )
         assert risk.evidence == {"shm_size_gib": 0.062, "needed_gib": 2.0, "left_gib": 0.062}
 
@@ -323,7 +323,7 @@ class TestSharedMemory:
     def test_it_fills_up(self) -> None:
         readings = tuple(MemoryReading(float(at), shm_free=(200 - at) * MIB, shm_size=GIB) for at in range(30))
         (risk,) = risks_of(RiskInputs(rank=readings))
-        assert "falls by 60 MiB a minute: none of its 1 GiB is left in about 3 minutes" in risk.text
+        assert "falls by 60 MiB a minute: its 1 GiB will be full in about 3 minutes" in risk.text
         assert risks_of(RiskInputs(rank=readings, remaining_s=100.0)) == []
         flight = BatchesInFlight(10 * MIB)  # of which the workers make the first few
         assert risks_of(RiskInputs(rank=readings, num_workers=4, in_flight=flight)) == []
@@ -355,7 +355,7 @@ class TestOpenFiles:
         )
         (risk,) = risks_of(RiskInputs(workers=workers))
         assert risk.text == (
-            "Worker 1 has 118 of the 1,024 files open that it may have, and 120 more each minute: the limit is reached "
+            "Worker 1 has 118 files open, the limit is 1,024, and 120 more each minute: the limit is reached "
             "in about 8 minutes."
         )
         assert risk.evidence["process"] == "worker 1"
@@ -364,7 +364,7 @@ class TestOpenFiles:
         fast = [20, 200, 380, 560, 740]
         (risk,) = risks_of(RiskInputs(workers=(WorkerMemory(0, self.files(fast)),)))
         assert risk.text == (
-            "Worker 0 has 740 of the 1,024 files open that it may have, and 10,800 more each minute: the limit is "
+            "Worker 0 has 740 files open, the limit is 1,024, and 10,800 more each minute: the limit is "
             "reached in about 10 seconds."
         )
         assert risks_of(RiskInputs(rank=self.files(fast[:4]))) == []
@@ -376,7 +376,7 @@ class TestOpenFiles:
 
     def test_they_are_nearly_used_up(self) -> None:
         (risk,) = risks_of(RiskInputs(rank=self.files([930])))
-        assert risk.text == "The training process has 930 of the 1,024 files open that it may have."
+        assert risk.text == "The training process has 930 files open, the limit is 1,024."
 
     def test_few_or_a_steady_number_is_no_risk(self) -> None:
         assert risks_of(RiskInputs(rank=self.files([20, 60, 90, *[100] * 50]))) == []
@@ -386,8 +386,8 @@ class TestUnevenRanks:
     def test_one_has_fewer(self) -> None:
         (risk,) = risks_of(RiskInputs(batches=dict.fromkeys(range(8), 1000) | {5: 988}))
         assert risk.text == (
-            "Rank 5 has 12 batches fewer in this epoch than the others (988, not 1,000): when its batches are used up, "
-            "the others wait for it in the next collective until that times out."
+            "Rank 5 has 12 batches fewer in this epoch than the others (988, not 1,000): when its batches run out, the "
+            "others wait for it in the next collective until it times out."
         )
         assert "limit_train_batches=988" in risk.advice
 

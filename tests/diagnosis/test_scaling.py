@@ -95,7 +95,7 @@ class TestData:
     def test_a_loader_that_was_not_measured_is_taken_to_keep_up(self) -> None:
         found = scaling(replace(one_gpu(None), headroom=0.4), 2, link=EXACT)
         assert found.notes == [
-            "What the loader costs is not in the report: the loaders are taken to keep up with more GPUs."
+            "What the loader costs is not in the report: it is assumed that the loaders keep up with more GPUs."
         ]
         assert (found.cpus_per_rank, found.own_step_s) == (None, pytest.approx(0.06))
         assert found.links[0].step_s[1] == pytest.approx(0.1 + BUCKET_S + 4e-4)
@@ -103,7 +103,8 @@ class TestData:
     def test_a_run_that_the_simulation_does_not_know_is_said(self) -> None:
         alone = replace(FAST, num_workers=0, prefetch_factor=None)
         assert scaling(one_gpu(alone, 0.2), 2, link=EXACT).notes == [
-            "The simulation of the run as it was is 50 % faster than the run: it does not know all that happens there."
+            "The simulation of the measured run is 50 % faster than the run: it does not model everything that happens "
+            "there."
         ]
         assert scaling(one_gpu(alone, 0.1), 2, link=EXACT).notes == []
 
@@ -134,7 +135,7 @@ class TestWhatIsMissing:
         report = one_gpu(gradient_bytes=text)
         with pytest.raises(CannotSayError) as raised:
             scaling(report, 2)
-        assert raised.value.remedy == "give --gradient-bytes, in float32 four for each parameter that is trained"
+        assert raised.value.remedy == "give --gradient-bytes: in float32, four per trained parameter"
         assert scaling(report, 2, gradient_bytes=5 * MIB).gradient_bytes == 5 * MIB
 
 

@@ -69,7 +69,7 @@ class TestWorkers:
         forecast = ask(alone, 0.11, num_workers=12)
         assert forecast.step_s[1] == pytest.approx(0.0108, rel=1e-2)
         assert forecast.notes == [
-            "What handing a batch over costs was not measured in a run without workers: 0.8 ms is assumed."
+            "A run without workers does not measure the cost of transferring a batch: 0.8 ms is assumed."
         ]
         assert ask(alone, 0.11, cpus=8).notes == []
 
@@ -109,8 +109,8 @@ class TestCpus:
         forecast = ask(unknown, num_workers=16)
         assert forecast.limit == "step"
         assert forecast.notes == [
-            "How many CPUs there are was not measured: enough are assumed.",
-            "What the training process takes of the CPUs was not measured: nothing is assumed.",
+            "The number of CPUs was not measured: enough are assumed.",
+            "The training process's CPU use was not measured: none is assumed.",
         ]
         assert len(ask(unknown, num_workers=16, cpus=4).notes) == 1
 
@@ -157,7 +157,8 @@ class TestWhatIsNotExplained:
 
     def test_a_run_that_is_faster_than_its_parts_is_said(self) -> None:
         assert ask(COSTS, 0.04, num_workers=4).notes == [
-            "The simulation of the run as it was is 25 % slower than the run: it does not know all that happens there."
+            "The simulation of the measured run is 25 % slower than the run: it does not model everything that happens "
+            "there."
         ]
 
     def test_a_few_batches_are_said(self) -> None:
@@ -168,7 +169,7 @@ class TestWhatIsNotExplained:
     def test_samples_that_would_come_twice_are_said(self) -> None:
         report = report_of(COSTS, loader=LoaderFacts(2, duplicates=True))
         assert what_if(report, WhatIf(num_workers=4)).notes == [
-            "This IterableDataset does not divide its samples: each worker would give all of them."
+            "This IterableDataset does not divide its samples: each worker would yield all of them."
         ]
 
 
@@ -206,7 +207,7 @@ def test_a_forecast_in_the_terminal() -> None:
     text = render_forecast(ask(alone, 0.11, num_workers=4, decode_speedup=2.0))
     assert [line for line in text.splitlines() if "─" not in line] == [
         "",
-        "                                         as it was                  what if",
+        "                                          measured                  what if",
         " num_workers                                     0                        4",
         " prefetch_factor                                 –                        2",
         " cpus                                            4                        4",
@@ -217,7 +218,7 @@ def test_a_forecast_in_the_terminal() -> None:
         " limited by        loading in the training process              the workers",
         "",
         "Expected: 4.4x (4.1x to 4.8x) the samples per second",
-        "Note: What handing a batch over costs was not measured in a run without workers:",
+        "Note: A run without workers does not measure the cost of transferring a batch:",
         "0.0 ms is assumed.",
         "Note: Only 20 batches were measured: slow ones among them may have been missed.",
     ]

@@ -56,7 +56,7 @@ def test_a_neighbour_is_named() -> None:
     note = witness_note(measured(100.0, LOOK, neighbours=("python (pid 7)",)))
     assert note == (
         "NVML has the GPU idle for 0% of the time, torch.profiler's records and CUDA events for 50%: another process "
-        "computes on it, which NVML counts: python (pid 7). The shares in this report are of the latter."
+        "computes on it, which NVML counts: python (pid 7). This report uses the latter."
     )
 
 
@@ -66,8 +66,8 @@ def test_without_one_streams_and_short_gaps_may_be_why() -> None:
 
 
 def test_more_idle_time_by_nvml_may_be_copies_or_gaps_that_nobody_looked_at() -> None:
-    assert "nobody has looked at" in str(witness_note(measured(20.0)))
-    assert "nobody has looked at" not in str(witness_note(measured(20.0, LOOK)))
+    assert "were not profiled" in str(witness_note(measured(20.0)))
+    assert "were not profiled" not in str(witness_note(measured(20.0, LOOK)))
 
 
 def windows(*seconds: float) -> tuple[WindowRecord, ...]:

@@ -4,7 +4,7 @@ from lightning_gpuopt.doctor.check import Check, as_data, by_weight, not_known, 
 from lightning_gpuopt.doctor.render import render_checks
 
 CHECKS = [
-    Check("cpus", "ok", "8 of 8 CPUs may be used", {"machine_cpus": 8}),
+    Check("cpus", "ok", "8 of 8 CPUs are usable", {"machine_cpus": 8}),
     not_known("gpus", "Driver Not Loaded."),
     Check(
         "gpu0.persistence",
@@ -59,7 +59,7 @@ def test_as_text_problems_first_with_why_and_fix():
         "        why: Slow starts.",
         "        fix: nvidia-smi -pm 1",
         "?       gpus: not known: Driver Not Loaded",
-        "ok      cpus: 8 of 8 CPUs may be used",
+        "ok      cpus: 8 of 8 CPUs are usable",
     ]
 
 

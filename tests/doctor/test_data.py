@@ -135,7 +135,7 @@ def test_an_lmdb_on_another_disk_says_nothing_of_cold_reads(files, place, monkey
     folder = files(40)
     monkeypatch.setattr(data.tempfile, "mkdtemp", make)
     facts = data_facts(str(folder), Ticks())
-    assert facts.failure == "only warm reads are compared: no folder on the same file system can be written to"
+    assert facts.failure == "only warm reads are compared: no folder on the same file system is writable"
     assert facts.as_lmdb is not None
     assert (facts.as_lmdb.cold_per_s, facts.as_lmdb.samples) == (None, 10)
     assert list(place.iterdir()) == []
@@ -176,7 +176,7 @@ def test_large_files_are_no_samples(tmp_path, place, monkeypatch):
     monkeypatch.setattr(data, "_MAX_SAMPLE_BYTES", 100)
     (tmp_path / "shard.tar").write_bytes(bytes(101))
     facts = data_facts(str(tmp_path), Ticks())
-    assert facts.failure == "0 files of a sample's size; 8 are needed; of large files name one"
+    assert facts.failure == "0 files of a sample's size; 8 are needed; for large files, name one"
 
 
 def test_a_file_that_goes_away_meanwhile_is_nothing_lost(files, place, monkeypatch):

@@ -81,7 +81,7 @@ def test_of_images_the_gain_is_that_of_a_worker_which_decodes_as_well():
     assert check is not None
     assert (check.status, check.measured["worker_gain"]) == ("ok", 1.19)
     assert check.found == (
-        "read from LMDB: 5.2x cold, 3.0x warm; with decoding (4.0 ms an image) a worker is 1.2x as fast: "
+        "read from LMDB: 5.2x cold, 3.0x warm; with decoding (4.0 ms an image) a worker runs 1.2x as fast: "
         "this folder would gain little"
     )
     slow_disk = replace(FILES, decode_s=0.004, read=ReadRates(512, 100.0, 40000.0), as_lmdb=ReadRates(512, 500.0, 9e4))
@@ -103,7 +103,7 @@ def test_warm_alone_is_a_note_at_most():
 def test_what_lmdb_build_does_not_read_is_written_by_hand():
     check = lmdb_check(replace(FILES, image_folder=False))
     assert check is not None
-    assert check.fix == "write the samples with LMDBWriter, or give build_lmdb a Dataset of them (docs/lmdb.md)"
+    assert check.fix == "write the samples with LMDBWriter, or pass a Dataset to build_lmdb (docs/lmdb.md)"
 
 
 def test_a_path_with_blanks_is_quoted():

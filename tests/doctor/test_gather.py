@@ -182,15 +182,15 @@ class TestAskCuda:
 
     def test_one_that_hangs_is_ended(self):
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
-        assert ask_cuda(0.1, command) == CudaFacts(failure="CUDA has not answered within 0.1 s")
+        assert ask_cuda(0.1, command) == CudaFacts(failure="CUDA did not respond within 0.1 s")
         assert not any(each.cmdline() == command for each in psutil.Process().children())
 
     def test_one_that_dies_is_a_line(self):
         found = self.ask("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-        assert found == CudaFacts(failure="the process that asks CUDA ended with code -11")
+        assert found == CudaFacts(failure="the CUDA probe ended with code -11")
 
     def test_one_that_prints_something_else_is_a_line(self):
-        assert self.ask("print('hello')").failure.startswith("the process that asks CUDA printed")
+        assert self.ask("print('hello')").failure.startswith("the CUDA probe printed")
 
 
 class TestOnASimulatedGpu:

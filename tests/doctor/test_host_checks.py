@@ -49,17 +49,17 @@ def test_a_host_with_room_is_well():
 class TestCpus:
     def test_bound_to_one(self):
         check = found("cpus", affinity_cpus=1)
-        assert brief(check) == ("problem", "1 of 16 CPUs may be used: this process is bound to one")
+        assert brief(check) == ("problem", "1 of 16 CPUs are usable: this process is bound to one")
         assert found("cpus", machine_cpus=1, affinity_cpus=1, gpus=0).status == "ok"
 
     def test_fewer_than_two_a_gpu(self):
-        assert brief(found("cpus", gpus=9)) == ("problem", "16 of 16 CPUs may be used, for 9 GPUs")
+        assert brief(found("cpus", gpus=9)) == ("problem", "16 of 16 CPUs are usable, for 9 GPUs")
         assert found("cpus", gpus=8).status == "ok"
         assert found("cpus", quota_cpus=1.5, gpus=0).status == "note"
 
     def test_a_quota_below_the_cpus_that_programs_count(self):
         check = found("cpus", quota_cpus=4.0)
-        assert brief(check) == ("note", "4 of 16 CPUs may be used: a cgroup quota")
+        assert brief(check) == ("note", "4 of 16 CPUs are usable: a cgroup quota")
         assert check.measured == {"machine_cpus": 16, "affinity_cpus": 16, "quota_cpus": 4.0}
         assert found("cpus", quota_cpus=16.0).status == "ok"
 
@@ -67,7 +67,7 @@ class TestCpus:
         check = found("cpus", quota_cpus=4.0, throttled_percent=31.25)
         assert brief(check) == (
             "problem",
-            "4 of 16 CPUs may be used; the quota has stopped them in 31 % of its periods",
+            "4 of 16 CPUs are usable; the quota throttled them in 31 % of its periods",
         )
         assert check.measured["throttled_percent"] == 31.2
         assert found("cpus", quota_cpus=4.0, throttled_percent=4.9).status == "note"
@@ -81,7 +81,7 @@ def test_cpus_that_others_use():
 
 def test_more_threads_than_cpus():
     check = found("threads", quota_cpus=2.5, omp_num_threads="16")
-    assert brief(check) == ("problem", "torch uses 16 threads for an operation on 2.5 CPUs")
+    assert brief(check) == ("problem", "torch uses 16 threads per operation on 2.5 CPUs")
     assert check.fix == "export OMP_NUM_THREADS=3 MKL_NUM_THREADS=3"
     assert check.measured == {"torch_threads": 16, "usable_cpus": 2.5, "omp_num_threads": "16"}
     assert found("threads", torch=replace(TORCH, threads=1)).status == "ok"
@@ -101,7 +101,7 @@ class TestSharedMemory:
         assert "--shm-size" in check.fix
 
     def test_one_that_others_have_filled(self):
-        assert found("shared_memory", shm_free_mib=1023.0).fix.startswith("remove what others have left")
+        assert found("shared_memory", shm_free_mib=1023.0).fix.startswith("remove leftover files")
 
     def test_without_one(self):
         assert found("shared_memory", shm_total_mib=None, shm_free_mib=None).status == "unknown"
@@ -110,7 +110,7 @@ class TestSharedMemory:
 class TestOpenFiles:
     def test_a_limit_that_workers_reach(self):
         check = found("open_files", files_limit=256)
-        assert brief(check) == ("problem", "256 open files are allowed, 32 workers take about 712")
+        assert brief(check) == ("problem", "256 open files are allowed, 32 workers need about 712")
         assert check.measured == {
             "sharing_strategy": "file_descriptor",
             "workers": 32,
@@ -148,5 +148,5 @@ class TestMemoryBandwidth:
     def test_where_it_was_not_measured(self):
         assert brief(found("memory_bandwidth", memory_rates=None)) == (
             "unknown",
-            "not known: there is too little memory to copy 256 MiB of it",
+            "not known: there is too little memory for a copy of 256 MiB",
         )

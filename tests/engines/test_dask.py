@@ -87,7 +87,7 @@ class Refusing:
 def test_an_error_of_the_source_is_raised_here(tmp_path: Path, dask: Executor) -> None:
     with pytest.raises(RuntimeError, match=r"Refusing\[0\] raised MemoryError: none is left"):
         build_lmdb(Refusing(), tmp_path / "out", executor=dask, progress=False)
-    with pytest.raises(StorageError, match=r"the executor takes no more work .*shutdown"):
+    with pytest.raises(StorageError, match=r"the executor accepts no more work .*shutdown"):
         build_lmdb([lambda: 0], tmp_path / "out", executor=_closed(dask), overwrite=True, progress=False)
 
 

@@ -57,7 +57,7 @@ class Compares(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-@pytest.mark.filterwarnings("error:batches are not page-locked in place")
+@pytest.mark.filterwarnings("error:batches are copied, not page-locked in place")
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("has_stream", [False, True])
 def test_no_batch_is_written_while_it_is_copied(tmp_path: Path, has_stream: bool, prefetch: bool) -> None:

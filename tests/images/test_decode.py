@@ -139,7 +139,7 @@ def test_a_grey_image_is_scaled_by_the_largest_value_of_its_file(name: str) -> N
 @pytest.mark.parametrize(("kind", "values"), [("TIFF", np.float32), ("PPM", np.float32), ("IM", np.int32)])
 def test_values_without_a_largest_one_are_cut_with_a_warning(kind: str, values: type) -> None:
     data = encoded(Image.fromarray(np.array([[-3, 0, 7, 300]], values)), kind)
-    with pytest.warns(UserWarning, match="have no largest one in a .* file: they are cut at 0 and 255"):
+    with pytest.warns(UserWarning, match="have no maximum in a .* file: they are clipped to 0 to 255"):
         assert np.asarray(decode_pil(data))[0, :, 0].tolist() == [0, 0, 7, 255]
 
 

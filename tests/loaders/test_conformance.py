@@ -46,7 +46,7 @@ def test_of_a_graph_s_processes_the_cause_is_found_and_not_the_line(tmp_path: Pa
     found = report.findings[0]
     assert (found.cause, found.evidence["work"], found.evidence["num_workers"]) == ("slow_storage", "processes", 2)
     assert "where" not in found.evidence
-    assert any("its worker processes are not those of a DataLoader" in note for note in report.notes)
+    assert any("its worker processes do not belong to a DataLoader" in note for note in report.notes)
 
 
 @pytest.mark.timed

@@ -78,7 +78,7 @@ def test_workers_without_a_batch_are_named() -> None:
     found = describe(DataLoader(Mapped(Prepare()), SAMPLES // 2, num_workers=3))
     assert found.idle_workers == 1
     assert found.notes == (
-        "An epoch has 2 batches, fewer than the 3 workers of its loader: 1 of them are started for nothing. "
+        "An epoch has 2 batches, fewer than the 3 workers of its loader: 1 of them are not needed. "
         "num_workers=2 is enough.",
     )
 
@@ -108,7 +108,7 @@ def test_an_unknown_version_gives_fewer_facts_and_one_note(tmp_path: Path, monke
     monkeypatch.setattr(sys.modules["torchdata"], "__version__", "7.0")
     found = of("nodes-threads", tmp_path)
     assert (found.kind, found.num_workers, found.work) == ("nodes", None, "training process")
-    assert found.notes == ("What is special about torchdata 7.0 was not looked at: this version is not known.",)
+    assert found.notes == ("Details of torchdata 7.0 were not read: this version is unknown.",)
 
 
 def test_an_attribute_that_is_not_as_expected_gives_fewer_facts_and_one_note(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_an_attribute_that_is_not_as_expected_gives_fewer_facts_and_one_note(tmp
     found = describe(loader)
     assert (found.kind, found.num_workers) == ("nodes", None)
     assert found.notes == (
-        f"Some of what torchdata {sys.modules['torchdata'].__version__} is could not be read: it is not as expected.",
+        f"Part of torchdata {sys.modules['torchdata'].__version__} could not be read: it is not as expected.",
     )
 
 
@@ -128,7 +128,7 @@ def test_a_loader_that_fails_when_it_is_asked_is_described_all_the_same() -> Non
 
     found = describe(Fails(Prepare()))
     assert (found.kind, found.length) == ("iterable", None)
-    assert found.notes == ("Some of what a loader's length is could not be read: it is not as expected.",)
+    assert found.notes == ("Part of a loader's length could not be read: it is not as expected.",)
 
 
 class Sharded(Alike):
@@ -148,14 +148,14 @@ def test_shards_that_do_not_divide_over_the_workers(monkeypatch: pytest.MonkeyPa
     assert of_workers(2)[1:] == (
         0,
         (
-            "The 3 shards of the stream do not divide evenly among the 2 workers of its loader: those that read one "
-            "less are idle at the end of an epoch.",
+            "The 3 shards of the stream do not divide evenly among the 2 workers of its loader: workers with one shard "
+            "fewer are idle at the end of an epoch.",
         ),
     )
     assert of_workers(5)[1:] == (
         2,
         (
-            "The stream has 3 shards for this rank, and its loader 5 workers: 2 of them have none to read. "
+            "The stream has 3 shards for this rank, and its loader 5 workers: 2 of them have nothing to read. "
             "num_workers=3 is enough, or divide the data into more shards.",
         ),
     )

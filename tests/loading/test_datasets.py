@@ -188,7 +188,7 @@ def test_targets_go_through_nests_and_balance(tmp_path: Path) -> None:
     assert targets_of(nest).tolist() == [9, 0, *range(10)]
     assert balanced_weights(np.array([0, 0, 1, 2, 2, 2])).tolist() == pytest.approx([1 / 2, 1 / 2, 1] + [1 / 3] * 3)
     for wrong in (np.array([b"x"]), np.zeros((3, 2))):
-        with pytest.raises(ValueError, match="wants one label a sample"):
+        with pytest.raises(ValueError, match="needs one label per sample"):
             balanced_weights(wrong)
     with pytest.raises(TypeError, match="Unsized3 has no targets"):
         targets_of(Unsized3())

@@ -108,7 +108,7 @@ STUCK = {
         ],
         {100: stack(LOADER), 203: stack(WORKER_LOOP)},
         *({}, Process(0, 3, 203), "f (data.py:9)", 77),
-        "the worker raised data.BadPhoto, which could not be handed over: its class cannot be pickled",
+        "the worker raised data.BadPhoto, which could not be sent on: its class cannot be pickled",
     ),
     "of several loaders' workers those of the validation": (
         [quiet(300.0, turn=3, doing="validation"), worker(3), worker(3, pid=300, loader="validation", index=7)],
@@ -125,13 +125,13 @@ STUCK = {
         {200: stack(("imread", "/home/me/data.py", 9), WORKER_LOOP)},
         {200: "futex_wait_queue"},
         *(Process(0, 0, 200), "imread (data.py:9)", None),
-        "a lock that was held when it was forked (innermost frame: imread (data.py:9))",
+        "a lock that was held during the fork (innermost frame: imread (data.py:9))",
     ),
     "a lock that was held at the fork, by the stack": (
         [quiet(1900.0, turn=0, steps=0), worker(0, **FORKED)],
         {200: stack(("__enter__", "/usr/lib/python3.11/threading.py", 271), GETITEM, WORKER_LOOP)},
         *({200: ""}, Process(0, 0, 200), "__getitem__ (data.py:43)", None),
-        "a lock that was held when it was forked (innermost frame: __enter__ (threading.py:271))",
+        "a lock that was held during the fork (innermost frame: __enter__ (threading.py:271))",
     ),
     "a first read that waits for a disk is no lock": (
         [quiet(1900.0, turn=0, steps=0), worker(0, batches_read=0, cpu_s=0.02)],

@@ -87,7 +87,7 @@ def test_the_advice_is_to_bound_what_grew() -> None:
     of_rank = readings(GIB, limit=GIB)
     records = [rank(ended="exception", events=(died(3, signal=9),), memory=of_rank), leaking(LEAK, GIB, True)]
     found = post_mortem_of(records, now_s=T, is_alive=lambda _: False, command=None)
-    assert found.advice.startswith("bound Photos.cache (dict), or do not keep it: each worker fills a copy of its own;")
+    assert found.advice.startswith("bound Photos.cache (dict), or do not keep it: each worker fills its own copy;")
     assert f"900 samples: {LEAK}." in found.text
 
 

@@ -30,7 +30,7 @@ def test_a_run_without_progress_that_is_no_hang_yet_says_what_it_waits_for() -> 
     first, turn, likely, advice = found.text.splitlines()
     assert first == "The run is still running: 40 steps so far, and no progress for 30 s, which is not a hang yet."
     assert turn == "It was the turn of worker 1 (pid 201): index 48,213, at Photos.__getitem__ (data.py:41)."
-    assert likely == "Likely: if it hangs, a read or a call that does not return: look at the line above."
+    assert likely == "Likely: if it hangs, a read or a call that does not return: check the line above."
     assert advice.startswith("What to change: DataLoader(timeout=...)")
 
 
@@ -38,7 +38,7 @@ def test_before_the_first_step_a_lock_from_before_the_fork_is_likely_after_secon
     rank = replace(RANK, doing=SETS_UP, steps=0, progress_s=0.0, created_s=NOW - 8.0, longest_s=0.0)
     found = said(rank, replace(WORKER, batches_read=0, cpu_s=0.0), waits={201: "futex_do_wait"})
     assert found.ended == "unknown"
-    assert found.likely.startswith("if it hangs, a lock that was held when it was forked")
+    assert found.likely.startswith("if it hangs, a lock that was held during the fork")
     assert "no progress for 8 s" in found.text
 
 

@@ -297,7 +297,7 @@ def test_batches_that_are_on_the_device_are_not_looked_ahead_of() -> None:
     for _ in range(6):
         seen.append(rig.step())
         assert rig.fetcher.look_ahead(step_done=True) is True
-        assert rig.fetcher.left_alone == "its batches come on the device already"
+        assert rig.fetcher.left_alone == "its batches are already on the device"
     assert seen == [f"batch {number}" for number in range(6)]
     assert (rig.stage.staged, rig.stage.handed_out) == ([], seen)
     assert rig.stage.looked_at == [("batch 0", [None])]

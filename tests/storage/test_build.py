@@ -57,19 +57,19 @@ def test_a_folder_becomes_a_dataset(tmp_path: Path) -> None:
 
 
 def test_processes_parts_and_shards_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(UserWarning, match="samples are left out"):
+    with pytest.warns(UserWarning, match="samples are skipped"):
         build(Numbers(), tmp_path / "one")
-    with pytest.warns(UserWarning, match="samples are left out"):
+    with pytest.warns(UserWarning, match="samples are skipped"):
         build(Numbers(), tmp_path / "three", num_proc=3)
     for part in ((1, 2), (0, 2)):
         part_info = build(Numbers(), tmp_path / "parts", part=part)
         assert part_info.num_shards == (1 if part[0] else 2)
-    with pytest.warns(UserWarning, match="samples are left out"):
+    with pytest.warns(UserWarning, match="samples are skipped"):
         build(Numbers(), tmp_path / "parts", resume=True)
     assert kept(tmp_path / "one") == kept(tmp_path / "three") == kept(tmp_path / "parts")
     assert [shard.num_samples for shard in Manifest.load(tmp_path / "one").shards] == [832, 833, 830]
     monkeypatch.setattr("lightning_gpuopt.storage.writing.plan._SHARE_SAMPLES", 100)
-    with pytest.warns(UserWarning, match="samples are left out"):
+    with pytest.warns(UserWarning, match="samples are skipped"):
         assert build(Numbers(), tmp_path / "more").num_shards == 16
     assert repr(stored(tmp_path / "more")) == repr(stored(tmp_path / "one"))
 
@@ -155,12 +155,12 @@ def test_broken_images_are_left_out_counted_and_listed(tmp_path: Path, num_proc:
     files = write_folder(tmp_path / "images", {"a": 1500, "b": 1})
     (tmp_path / "images/a/00700.jpg").write_bytes(b'"bad", he said')
     (tmp_path / "images/a/01400.jpg").write_bytes(b"")
-    with pytest.warns(UserWarning, match="left out") as caught:
+    with pytest.warns(UserWarning, match="skipped") as caught:
         info = build(tmp_path / "images", tmp_path / "out", num_proc=num_proc)
     said = [warning for warning in caught if warning.category is UserWarning]  # Python 3.12 has one of forks as well
     assert [str(warning.message) for warning in said] == [
-        f"{tmp_path}/out: 2 of 1501 samples are left out, their images cannot be decoded (the first: a/00700.jpg: not "
-        f"an image file (it begins with b'\"bad\", he sa')); {tmp_path}/out/skipped.csv lists them"
+        f"{tmp_path}/out: 2 of 1501 samples are skipped, since their images cannot be decoded (the first: a/00700.jpg: "
+        f"not an image file (it begins with b'\"bad\", he sa')); {tmp_path}/out/skipped.csv lists them"
     ]
     assert said[0].filename == __file__
     assert (info.num_samples, info.num_skipped) == (1499, 2)
@@ -226,8 +226,8 @@ def test_a_build_stops_once_ten_images_and_a_share_of_all_are_bad(tmp_path: Path
         build(source, out, num_proc=num_proc)
     first, *named = str(stopped.value).splitlines()
     assert first == (
-        "list: 10 of 999 samples cannot be decoded so far, more than max_skipped=0.01 allows; repair them, or give a "
-        "larger max_skipped, then go on with resume=True. The first:"
+        "list: 10 of 999 samples cannot be decoded so far, more than max_skipped=0.01 allows; fix them, or raise "
+        "max_skipped, then continue with resume=True. The first:"
     )
     assert named == [f"  list[{index}]: it is empty" for index in range(10)]
     assert not out.exists()
@@ -336,9 +336,9 @@ def test_parts_and_other_arguments_want_the_source_and_the_plan_as_they_were(tmp
         build(images, path, resume=True, image_size=8)
     assert re.search(
         rf"out\.building: the unfinished build there was begun differently \(image_size was null, now 8; .*\); give "
-        rf"overwrite=True without resume=True to throw it away \(20 samples in 1 finished shards, [0-9.]+ MiB in all, "
+        rf"overwrite=True without resume=True to delete it \(20 samples in 1 finished shards, [0-9.]+ MiB in all, "
         rf"written until \d+-\d\d-\d\d \d\d:\d\d, begun by build_lmdb of the image folder {images}, lightning-gpuopt "
-        r"\S+\), or resume=True and all else as it was begun to go on with it$",
+        r"\S+\), or resume=True and the original arguments to continue it$",
         str(refused.value),
     )
     (images / "a/00021.jpg").write_bytes(image_file(21))
@@ -350,7 +350,7 @@ def test_parts_and_other_arguments_want_the_source_and_the_plan_as_they_were(tmp
 
 def test_a_dataset_is_not_built_into_its_source(tmp_path: Path) -> None:
     write_folder(tmp_path / "images", {"a": 1})
-    with pytest.raises(ValueError, match="images/out: it lies in the source"):
+    with pytest.raises(ValueError, match="images/out: it is inside the source"):
         build(tmp_path / "images", tmp_path / "images/out")
 
 
@@ -424,7 +424,7 @@ def test_a_daemon_is_told_that_it_may_not_start_processes(tmp_path: Path) -> Non
     daemon = multiprocessing.get_context("fork").Process(target=_build_and_tell, args=(tmp_path, said), daemon=True)
     daemon.start()
     daemon.join()
-    assert "give num_proc=1" in said.read_text()
+    assert "use num_proc=1" in said.read_text()
 
 
 def _build_and_tell(folder: Path, said: Path) -> None:

@@ -47,7 +47,7 @@ def failed(tmp_path: Path) -> Path:
     write_folder(images, {"a": 50, "b": 50})
     (images / "a/00042.jpg").write_bytes(b"bad")
     with pytest.raises(
-        StorageError, match=r"a/00042\.jpg: cannot be decoded .*; repair or remove it, then go on with r"
+        StorageError, match=r"a/00042\.jpg: cannot be decoded .*; repair or remove it, then continue with r"
     ):
         build(images, tmp_path / "out", strict=True)
     return images
@@ -142,7 +142,7 @@ def test_a_source_may_change_again_and_other_samples_may_be_left_out(tmp_path: P
             build(failed, tmp_path / "out", strict=True, resume=True)
         if number == 41:
             (failed / "b/00041.jpg").unlink()
-    with pytest.warns(UserWarning, match="1 of 98 samples are left out"):
+    with pytest.warns(UserWarning, match="1 of 98 samples are skipped"):
         build(failed, tmp_path / "out", resume=True)
     names = [f"{folder}/{number:05d}.jpg" for folder in "ab" for number in range(50)]
     left = [name for name in names if name not in ("a/00042.jpg", "b/00041.jpg")]
@@ -214,7 +214,7 @@ def test_an_image_that_was_left_out_and_cannot_be_read_now_stays_left_out(
         return whole(self, index)
 
     monkeypatch.setattr(FolderSource, "read", read_or_fail)
-    with pytest.warns(UserWarning, match="10 of 100 samples are left out"):
+    with pytest.warns(UserWarning, match="10 of 100 samples are skipped"):
         assert build(skipping, tmp_path / "out", resume=True, max_skipped=0.5).num_samples == 90
 
 
@@ -281,7 +281,7 @@ def test_after_bad_images_were_deleted_or_repaired_the_build_goes_on(tmp_path: P
 def test_shards_whose_skipped_images_are_as_bad_as_before_stay(tmp_path: Path, skipping: Path, read: list[str]) -> None:
     finished = {int(file.name[6:11]) for file in staging_directory(tmp_path / "out").glob("shard-*.tab")}
     assert finished
-    with pytest.warns(UserWarning, match="10 of 100 samples are left out"):
+    with pytest.warns(UserWarning, match="10 of 100 samples are skipped"):
         build(skipping, tmp_path / "out", resume=True, max_skipped=0.5)
     good = {f"a/{10 * number + 1:05d}.jpg" for number in finished}
     assert good.isdisjoint(read)
@@ -353,7 +353,7 @@ def test_a_shuffled_build_wants_its_source_as_it_was(tmp_path: Path) -> None:
         build(images, tmp_path / "out", strict=True, shuffle_seed=1)
     (images / "a/00007.jpg").unlink()
     with pytest.raises(
-        StorageError, match=r"in a shuffled build all samples have other places then\); give overwrite=True"
+        StorageError, match=r"in a shuffled build all samples would get other positions\); give overwrite=True"
     ):
         build(images, tmp_path / "out", strict=True, shuffle_seed=1, resume=True)
 
@@ -386,7 +386,7 @@ def test_what_has_been_built_is_thrown_away_in_words_only(
     plan.write_text(json.dumps(whole))
     removed(failed)
     build(failed, tmp_path / "out", overwrite=True)
-    assert "the unfinished build there is thrown away: 40 samples in 4 finished shards, " in caplog.text
+    assert "the unfinished build there is deleted: 40 samples in 4 finished shards, " in caplog.text
 
 
 def test_a_writer_says_what_is_there(tmp_path: Path) -> None:

@@ -110,16 +110,16 @@ def test_strict_does_not_take_a_dataset_without_some_images(tmp_path: Path, imag
     path = tmp_path / "out"
     good = (images / "a/00001.jpg").read_bytes()
     (images / "a/00001.jpg").write_bytes(good[:100])
-    with pytest.warns(UserWarning, match="1 of 6 samples are left out"):
+    with pytest.warns(UserWarning, match="1 of 6 samples are skipped"):
         info = build(images, path)
     assert build(images, path, resume=True) == info
-    with pytest.raises(FileExistsError, match="leaves 1 samples out, which strict=True does not allow"):
+    with pytest.raises(FileExistsError, match="skipped 1 samples, which strict=True does not allow"):
         build(images, path, resume=True, strict=True)
     (images / "a/00001.jpg").write_bytes(good)
     assert build(images, path, resume=True, strict=True, overwrite=True).num_samples == 6
 
 
-@pytest.mark.filterwarnings("ignore:.*samples are left out")
+@pytest.mark.filterwarnings("ignore:.*samples are skipped")
 def test_an_unfinished_build_of_the_same_plan_goes_on_where_it_is_to_replace(tmp_path: Path) -> None:
     path = tmp_path / "out"
     build(Numbers(), path)
@@ -142,7 +142,7 @@ def test_a_damaged_dataset_is_not_taken_for_finished(tmp_path: Path) -> None:
     assert stored(path) == [1, 2]
 
 
-@pytest.mark.filterwarnings("ignore:.*samples are left out")
+@pytest.mark.filterwarnings("ignore:.*samples are skipped")
 def test_a_strict_rebuild_of_a_shard_that_is_killed_does_not_count_as_finished(tmp_path: Path) -> None:
     """Strict looks again at shards with skipped samples: the first build's half of one must not stay."""
     path = tmp_path / "out"
@@ -160,7 +160,7 @@ def test_a_strict_rebuild_of_a_shard_that_is_killed_does_not_count_as_finished(t
     assert (info.num_samples, info.num_skipped) == (2495, 5)
 
 
-@pytest.mark.filterwarnings("ignore:.*samples are left out")
+@pytest.mark.filterwarnings("ignore:.*samples are skipped")
 def test_a_rebuild_that_does_not_begin_keeps_the_list_of_what_was_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +203,7 @@ def test_a_writers_interrupted_replacement_is_not_taken_for_finished(tmp_path: P
     with contextlib.suppress(RuntimeError), LMDBWriter(path, overwrite=True) as writer:
         writer.write(1)
         raise RuntimeError
-    with pytest.raises(FileExistsError, match="give overwrite=True and resume=True to go on with that"):
+    with pytest.raises(FileExistsError, match="give overwrite=True and resume=True to continue that"):
         LMDBWriter(path, resume=True)
 
 

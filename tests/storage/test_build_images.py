@@ -61,7 +61,7 @@ def test_the_quality_is_that_of_what_is_made_smaller(tmp_path: Path) -> None:
 
 def test_a_broken_image_is_left_out_where_images_are_made_smaller(tmp_path: Path) -> None:
     images = [EncodedImage(image_file(0, size=(64, 64))[:-500]), EncodedImage(image_file(1, size=(64, 64)))]
-    with pytest.warns(UserWarning, match="1 of 2 samples are left out"):
+    with pytest.warns(UserWarning, match="1 of 2 samples are skipped"):
         build(images, tmp_path / "out", image_size=32)
 
 
@@ -137,9 +137,9 @@ def test_decode_finds_what_the_header_does_not_tell(tmp_path: Path) -> None:
     bad_head = image_file(1)
     broken = bad_head[:20] + bytes([0xFF, 0xD9])
     images = [EncodedImage(image_file(0)), EncodedImage(broken_scan(image_file(2))), EncodedImage(broken)]
-    with pytest.warns(UserWarning, match="1 of 3 samples are left out"):
+    with pytest.warns(UserWarning, match="1 of 3 samples are skipped"):
         assert build(images, tmp_path / "header").num_skipped == 1
-    with pytest.warns(UserWarning, match=r"2 of 3 samples are left out.*list\[1\]: "):
+    with pytest.warns(UserWarning, match=r"2 of 3 samples are skipped.*list\[1\]: "):
         assert build(images, tmp_path / "decode", check="decode").num_skipped == 2
     with pytest.raises(StorageError, match=r"list\[1\]: cannot be decoded"):
         build(images, tmp_path / "strict", check="decode", strict=True)
@@ -182,7 +182,7 @@ def failing(tmp_path: Path) -> Failing:
 
 
 def test_images_that_a_dataset_cannot_decode_are_left_out(tmp_path: Path, failing: Failing) -> None:
-    with pytest.warns(UserWarning, match=r"4 of 5 samples are left out.*Failing\[0\]: cannot identify image file"):
+    with pytest.warns(UserWarning, match=r"4 of 5 samples are skipped.*Failing\[0\]: cannot identify image file"):
         info = build(failing, tmp_path / "out")
     assert (info.num_samples, info.num_skipped) == (1, 4)
     rows = (tmp_path / "out/skipped.csv").read_text().splitlines()
@@ -283,7 +283,7 @@ def test_an_image_whose_file_cannot_be_read_is_no_bad_image(tmp_path: Path) -> N
 def test_broken_images_in_a_tar_are_left_out(tmp_path: Path) -> None:
     good = image_file(0, size=(200, 200))
     write_tar(tmp_path / "x.tar", {"0.jpg": good, "0.cls": b"1", "1.jpg": good[:-2000], "1.cls": b"2", "2.png": b""})
-    with pytest.warns(UserWarning, match=r"2 of 3 samples are left out.*x\.tar: 1: jpg: image file is truncated"):
+    with pytest.warns(UserWarning, match=r"2 of 3 samples are skipped.*x\.tar: 1: jpg: image file is truncated"):
         build(tmp_path / "x.tar", tmp_path / "out")
     assert stored(tmp_path / "out") == [{"__key__": "0", "jpg": good, "cls": 1}]
     with pytest.raises(StorageError, match=r"x\.tar: 1: cannot be decoded \(jpg: image file is truncated"):

@@ -19,13 +19,13 @@ from tests.helpers import wait_for
 from tests.storage.building import BROKEN, NUM_SAMPLES, Build, Numbers
 from tests.storage.source_files import beside, kept, stored
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*samples are left out")
+pytestmark = pytest.mark.filterwarnings("ignore:.*samples are skipped")
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     path = tmp_path_factory.mktemp("whole") / "out"
-    with pytest.warns(UserWarning, match=f"{len(BROKEN)} of {NUM_SAMPLES} samples are left out"):
+    with pytest.warns(UserWarning, match=f"{len(BROKEN)} of {NUM_SAMPLES} samples are skipped"):
         build_lmdb(Numbers(), path, progress=False)
     assert len(stored(path)) == NUM_SAMPLES - len(BROKEN)
     return kept(path)
@@ -113,7 +113,7 @@ def test_a_killed_worker_is_an_error_that_names_the_shard(
     assert code == 1
     assert errors.splitlines()[-1] == (
         f"lightning_gpuopt.storage.errors.StorageError: {path}: the process that built shard-0000{index // 834} was "
-        "killed by SIGKILL, perhaps because memory ran out; the shards that are finished are kept: run the build again "
+        "killed by SIGKILL, perhaps because memory ran out; the finished shards are kept: run the build again "
         "with resume=True"
     )
     build_lmdb(Numbers(), path, resume=True, progress=False, num_proc=2)
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_all_and_says_how_to_go_on(tmp_path: Path, num_proc: int, un
         code, errors = running.end()
     assert code == 130
     assert errors.splitlines()[-1] == (
-        f"KeyboardInterrupt: {path}: interrupted; run the build again with resume=True to go on"
+        f"KeyboardInterrupt: {path}: interrupted; run the build again with resume=True to continue"
     )
     assert errors.count("Traceback") == 1  # none from the workers
     assert not _alive(stopped)

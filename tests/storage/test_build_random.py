@@ -50,7 +50,7 @@ def test_the_seed_of_the_order_belongs_to_the_plan(tmp_path: Path) -> None:
 
 def test_the_skipped_are_listed_by_their_index_in_the_source(tmp_path: Path) -> None:
     samples = [EncodedImage(b"bad") if index % 100 == 7 else index for index in range(2000)]
-    with pytest.warns(UserWarning, match=r"20 of 2000 samples are left out.*list\[7\]"):
+    with pytest.warns(UserWarning, match=r"20 of 2000 samples are skipped.*list\[7\]"):
         build(samples, tmp_path / "out", shuffle_seed=1)
     with (tmp_path / "out/skipped.csv").open(newline="") as stream:
         assert [int(row["index"]) for row in csv.DictReader(stream)] == list(range(7, 2000, 100))

@@ -124,7 +124,7 @@ def manifest(**changes: object) -> Callable[[Path], None]:
         (truncate("shard-00000.tab", 100), "{path}/shard-00000.tab: 100 bytes long; expected 160"),
         (truncate("shard-00000.tab", 0), "{path}/shard-00000.tab: 0 bytes long; expected 160"),
         (garbage("shard-00000.mdb"), "{path}: sample 0 (shard-00000): "),
-        (garbage("shard-00000.tab"), "{path}/shard-00000.tab: not the record table that the manifest tells of"),
+        (garbage("shard-00000.tab"), "{path}/shard-00000.tab: not the record table listed in the manifest"),
         (garbage("manifest.json"), DAMAGED + "{path}/manifest.json: not a readable manifest"),
         (truncate("manifest.json", 0), DAMAGED + "{path}/manifest.json: not a readable manifest"),
         (truncate("manifest.json", 300), DAMAGED + "{path}/manifest.json: not a readable manifest"),
@@ -138,8 +138,8 @@ def manifest(**changes: object) -> Callable[[Path], None]:
         (manifest(num_samples=24), "{path}/manifest.json: not a readable manifest"),
         (manifest(shards=[]), "{path}/manifest.json: not a readable manifest"),
         (swap, "{path}: sample 0 (shard-00000): "),
-        (swap_with_tables, "{path}/shard-00000.tab: not the record table that the manifest tells of"),
-        (a_table_of_another, "{path}/shard-00000.tab: not the record table that the manifest tells of"),
+        (swap_with_tables, "{path}/shard-00000.tab: not the record table listed in the manifest"),
+        (a_table_of_another, "{path}/shard-00000.tab: not the record table listed in the manifest"),
         (
             offsets_of_another_sample,
             "DamagedSampleError: {path}: sample 3 (shard-00000): another sample lies in its place; run `",
@@ -220,7 +220,7 @@ def test_an_lmdb_of_pickles_is_named_and_not_opened(tmp_path: Path, version: int
         LMDBDataset(target)
     assert name in str(caught.value)
     assert "not a lightning-gpuopt dataset; convert it with build_lmdb(" in str(caught.value)
-    assert "allow_pickle=True) if you trust where it came from" in str(caught.value)
+    assert "allow_pickle=True) if you trust its source" in str(caught.value)
 
 
 def test_wrong_paths_are_named(tmp_path: Path) -> None:

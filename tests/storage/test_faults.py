@@ -56,7 +56,7 @@ def cut(path: Path) -> None:
     os.truncate(path / "shard-00001.mdb", 4096)
 
 
-CUT = r"shard-00001\.mdb: cut off while it was read: it ends before byte \d+"
+CUT = r"shard-00001\.mdb: truncated while it was read: it ends before byte \d+"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ def test_a_large_record_table_is_mapped(path: Path, monkeypatch: pytest.MonkeyPa
     assert gather.__getitems__([39, 0, 20])[1].tolist() == [39, 0, 20]
     os.truncate(path / "shard-00000.tab", 40)
     for read in (lambda: dataset[19], lambda: gather.__getitems__([20, 19]), lambda: dataset.column(0)):
-        with pytest.raises(DamagedFileError, match=r"shard-00000\.tab: cut off"):
+        with pytest.raises(DamagedFileError, match=r"shard-00000\.tab: truncated"):
             read()
 
 

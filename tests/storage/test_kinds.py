@@ -184,7 +184,7 @@ def test_the_orientation_of_a_mask_in_a_file_is_applied(tmp_path: Path) -> None:
 
 def test_a_mask_that_is_no_image_is_left_out(tmp_path: Path) -> None:
     write_tar(tmp_path / "x.tar", {"0.jpg": JPEG, "0.mask.png": b"broken", "1.jpg": JPEG, "1.mask.png": FILES["P"]})
-    with pytest.warns(UserWarning, match=r"1 of 2 samples are left out.*mask\.png: not an image file"):
+    with pytest.warns(UserWarning, match=r"1 of 2 samples are skipped.*mask\.png: not an image file"):
         build_lmdb(tmp_path / "x.tar", tmp_path / "out", progress=False)
     assert LMDBDataset(tmp_path / "out")[0]["__key__"] == "1"
 

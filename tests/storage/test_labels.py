@@ -193,7 +193,7 @@ def test_damaged_columns_are_an_error_that_names_their_file(tmp_path: Path) -> N
     report = verify(path)
     assert (report.num_samples, report.num_problems) == (25, 1)
     assert report.problems[0][0] is None
-    assert report.problems[0][1].startswith(f"{file}: not the label columns that the manifest tells of")
+    assert report.problems[0][1].startswith(f"{file}: not the label columns listed in the manifest")
     assert wrong_files(path, dataset.manifest) == []
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(StorageError, match=rf"^{file}: 9 bytes long; expected 10: copy it again"):

@@ -113,7 +113,7 @@ def test_transforms_are_applied_as_torchvision_does(tmp_path: Path) -> None:
     assert LMDBDataset(tmp_path / "d", target_transform=lambda y: -y)[0] == (1, -2)
     one = LMDBDataset(tmp_path / "d", transform=lambda x: ("t", x))
     assert [one[i] for i in (2, 3, 4)] == [("t", 5), ("t", (6, 7, 8)), ("t", {"a": 9})]
-    with pytest.raises(ValueError, match="target_transform wants samples of two parts"):
+    with pytest.raises(ValueError, match="target_transform needs samples of two parts"):
         both[2]
     with pytest.raises(ValueError, match="transform: expected a function of a sample, or None, got 3"):
         LMDBDataset(tmp_path / "d", transform=3)  # type: ignore[arg-type]
@@ -371,7 +371,7 @@ def test_targets_of_dicts_have_the_usual_names(tmp_path: Path) -> None:
         LMDBDataset(tmp_path / "none").targets  # noqa: B018
     with LMDBWriter(tmp_path / "alone") as writer:
         writer.write(5)
-    with pytest.raises(AttributeError, match="no tuple, list or dict"):
+    with pytest.raises(AttributeError, match="not a tuple, list or dict"):
         LMDBDataset(tmp_path / "alone").targets  # noqa: B018
 
 

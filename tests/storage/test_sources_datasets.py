@@ -153,7 +153,7 @@ def test_a_broken_file_is_left_out_and_one_that_is_gone_stops_the_build(
     with pytest.raises(FileNotFoundError, match=r"resume=True: '.*b/00001\.jpg'"):
         build_lmdb(dataset, tmp_path / "out", progress=False)
     (tmp_path / "images/b/00001.jpg").write_bytes(files["b/00001.jpg"])
-    with pytest.warns(UserWarning, match="1 of 5 samples are left out"):
+    with pytest.warns(UserWarning, match="1 of 5 samples are skipped"):
         build_lmdb(dataset, tmp_path / "out", progress=False, resume=True)
     names = ("a/00001.jpg", "a/00002.jpg", "b/00000.jpg", "b/00001.jpg")
     assert [data for data, _ in stored(tmp_path / "out")] == [files[name] for name in names]

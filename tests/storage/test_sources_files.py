@@ -71,7 +71,7 @@ def test_numpy_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"no array")
     refused(ValueError, r"not a \.npy file that can be read")
     (tmp_path / "x.npy").write_bytes(npy(np.zeros(100))[:-1])
-    refused(DamagedError, "927 bytes long; its header tells of 928")
+    refused(DamagedError, "927 bytes long; by its header 928")
     np.savez(tmp_path / "y.npz", a=np.zeros(3), b=np.zeros(4))
     with pytest.raises(ValueError, match="expected arrays with the same number of rows, got a 3, b 4"):
         open_source(tmp_path / "y.npz")
@@ -127,7 +127,7 @@ def test_hdf5_files_that_cannot_be_read_are_refused(tmp_path: Path, monkeypatch:
         open_source(path)
     with h5py.File(path, "w") as file:
         file["a"], file["b"] = np.zeros(3), 5
-    with pytest.raises(ValueError, match="got a 3, b a single value; give a Dataset"):
+    with pytest.raises(ValueError, match="got a 3, b a single value; pass a Dataset"):
         open_source(path)
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(ImportError, match=r'needs h5py .*pip install "lightning-gpuopt\[sources\]"'):
@@ -296,7 +296,7 @@ def test_a_truncated_lmdb_is_an_error_and_no_death(tmp_path: Path) -> None:
     write_pickled(tmp_path / "x", {str(i).encode(): bytes(10000) for i in range(100)}, subdir=False)
     data = (tmp_path / "x").read_bytes()
     (tmp_path / "x").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DamagedError, match=r"x: .* bytes long, but LMDB's own head tells of .*: it is truncated"):
+    with pytest.raises(DamagedError, match=r"x: .* bytes long, but by LMDB's header .*: it is truncated"):
         open_source(tmp_path / "x", allow_pickle=True)
 
 

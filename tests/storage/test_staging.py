@@ -274,9 +274,9 @@ def test_a_kill_while_a_dataset_is_replaced_loses_nothing(tmp_path: Path, rename
 
 def test_where_one_may_not_write_the_error_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(NotADirectoryError, match=r"cannot build a dataset here: .*give a path where you may write"):
+    with pytest.raises(NotADirectoryError, match=r"cannot build a dataset here: .*pass a writable path"):
         begin(tmp_path / "file" / "dataset")
-    with pytest.raises(OSError, match=r"cannot build a dataset here: .*give a path where you may write"):
+    with pytest.raises(OSError, match=r"cannot build a dataset here: .*pass a writable path"):
         begin(Path("/sys/dataset"))
 
 

@@ -347,7 +347,7 @@ def test_an_index_that_is_not_what_was_written_is_not_used(tmp_path: Path) -> No
     data = bytearray(index.read_bytes())
     data[100] ^= 1
     index.write_bytes(data)
-    with pytest.raises(DamagedError, match=rf"{index}: not the index that was written; remove it, then go on with"):
+    with pytest.raises(DamagedError, match=rf"{index}: not the index that was written; remove it, then continue with"):
         build_lmdb(tars, tmp_path / "out", resume=True, progress=False)
     index.unlink()
     assert build_lmdb(tars, tmp_path / "out", resume=True, progress=False).num_samples == 400
@@ -394,7 +394,7 @@ def test_a_place_where_nothing_can_be_kept_is_told(tmp_path: Path) -> None:
     tars = write_tars(tmp_path / "tars", 1)
     (tmp_path / "file").touch()
     with pytest.raises(
-        NotADirectoryError, match="cannot keep the indexes of tars here: Not a directory; give a path w"
+        NotADirectoryError, match="cannot write the indexes of tars here: Not a directory; pass a writable p"
     ):
         build_lmdb(tars, tmp_path / "file/out", progress=False)
 

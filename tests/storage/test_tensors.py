@@ -75,12 +75,12 @@ def test_on_several_processes_it_is_the_same(tmp_path: Path, suffix: str) -> Non
     ("saved", "complaint"),
     [
         ({"x": ROWS, "y": LABELS[:2]}, r"expected arrays with the same number of rows, got x 5, y 2"),
-        ((ROWS, "text"), r"got a tuple of Tensor, str; give a Dataset"),
-        ({}, r"got a dict; give a Dataset"),
+        ((ROWS, "text"), r"got a tuple of Tensor, str; pass a Dataset"),
+        ({}, r"got a dict; pass a Dataset"),
         ([], r"there is no sample in its list"),
         (torch.tensor(3), r"expected arrays with the same number of rows, got  a single value"),
         (torch.zeros(0, 3), r"there is no row in it"),
-        (datetime.date(2020, 1, 1), r"it holds datetime\.date; expected tensors.*: give a Dataset"),
+        (datetime.date(2020, 1, 1), r"it holds datetime\.date; expected tensors.*: pass a Dataset"),
     ],
 )
 def test_what_is_no_samples_is_refused(tmp_path: Path, saved: Any, complaint: str) -> None:

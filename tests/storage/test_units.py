@@ -25,7 +25,7 @@ from tests.storage.building import BROKEN, NUM_SAMPLES, Build, Numbers
 from tests.storage.executors import Elsewhere, Immediately
 from tests.storage.source_files import beside, write_folder, write_pickled, write_tar
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*samples are left out", "ignore:.*use of fork")
+pytestmark = pytest.mark.filterwarnings("ignore:.*samples are skipped", "ignore:.*use of fork")
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -181,8 +181,8 @@ def test_a_unit_that_is_lost_three_times_ends_the_build(tmp_path: Path, numbers:
         with pytest.raises(StorageError) as lost:
             build_lmdb(source, tmp_path / "out", executor=OwnProcess(), resume=True, progress=False)
         assert str(lost.value) == (
-            f"{tmp_path}/out: shard-00001 was lost 3 times (ConnectionError: the worker has gone); {finished} that "
-            "were to be done are finished and kept: run the build again with resume=True"
+            f"{tmp_path}/out: shard-00001 was lost 3 times (ConnectionError: the worker has gone); {finished} are "
+            "finished and kept: run the build again with resume=True"
         )
         left = staging_directory(tmp_path / "out")
         assert sum(".attempt." in name for name in os.listdir(left)) == 3  # those of the run before are removed
@@ -200,11 +200,9 @@ def test_a_pool_that_is_broken_ends_the_build_which_goes_on_with_another(
     with ProcessPoolExecutor(1, fork) as one, pytest.raises(StorageError) as broken:
         build_lmdb(source, tmp_path / "out", executor=one, progress=False)
     assert str(broken.value).startswith(
-        f"{tmp_path}/out: the executor takes no more work (BrokenProcessPool: A process in the process pool was "
+        f"{tmp_path}/out: the executor accepts no more work (BrokenProcessPool: A process in the process pool was "
     )
-    assert str(broken.value).endswith(
-        "; 1 of 3 that were to be done are finished and kept: run the build again with resume=True"
-    )
+    assert str(broken.value).endswith("; 1 of 3 are finished and kept: run the build again with resume=True")
     with ProcessPoolExecutor(1, fork) as another:
         build_lmdb(source, tmp_path / "out", executor=another, resume=True, progress=False)
     assert files(tmp_path / "out") == numbers
@@ -256,7 +254,7 @@ def test_ctrl_c_ends_the_build_and_says_how_to_go_on(
         code, errors = running.end()
     assert code == 130
     assert errors.splitlines()[-1] == (
-        f"KeyboardInterrupt: {tmp_path}/out: interrupted; run the build again with resume=True to go on"
+        f"KeyboardInterrupt: {tmp_path}/out: interrupted; run the build again with resume=True to continue"
     )
     assert not [name for name in os.listdir(staging_directory(tmp_path / "out")) if name.startswith("executor-")]
     build_lmdb(Numbers(), tmp_path / "out", resume=True, progress=False)
@@ -417,7 +415,7 @@ def test_workers_that_see_another_source_are_an_error(tmp_path: Path) -> None:
 
 def test_what_may_kill_its_reader_is_not_read_in_threads(tmp_path: Path) -> None:
     write_pickled(tmp_path / "foreign", {b"0": b"\xff\xd8"})
-    with pytest.raises(StorageError, match="it is not read in threads; give an executor of processes, or num_proc="):
+    with pytest.raises(StorageError, match="it is not read in threads; use an executor of processes, or num_proc="):
         build_lmdb(tmp_path / "foreign", tmp_path / "out", executor=Immediately(), progress=False)
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as one:
         build_lmdb(tmp_path / "foreign", tmp_path / "out", executor=one, max_skipped=1, progress=False)
@@ -469,5 +467,9 @@ class Unseen(Immediately):
 
 
 def test_a_shard_that_is_finished_and_not_seen_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"shard-00000\.done: a worker has finished this, and it is not seen here"):
+    with pytest.raises(
+        StorageError,
+        match=r"shard-00000\.done: a worker has finished this, but it is not visible "
+        "here",
+    ):
         build_lmdb(Numbers(), tmp_path / "out", executor=Unseen(staging_directory(tmp_path / "out")), progress=False)

@@ -100,7 +100,7 @@ def test_a_shard_that_is_missing_or_cut_off_leaves_the_others_checked(path: Path
     assert report.num_samples == 5
     assert [index for index, _ in report.problems] == [None, None]
     assert report.problems[0][1].startswith(f"{path}/shard-00000.mdb: this shard is missing")
-    assert report.problems[1][1].startswith(f"{path}/shard-00001.mdb: 8192 bytes long; the manifest tells of ")
+    assert report.problems[1][1].startswith(f"{path}/shard-00001.mdb: 8192 bytes long, but ")
 
 
 def test_a_damaged_manifest_is_a_problem_and_no_dataset_an_error(path: Path) -> None:

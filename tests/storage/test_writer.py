@@ -312,7 +312,7 @@ def test_an_unfinished_file_that_is_no_lmdb_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         write_and_fail(path, 1)
     (staging_directory(path) / "shard-00000.mdb").write_bytes(b"garbage" * 10_000)
-    with pytest.raises(StorageError, match=r"LMDB gave up .*build it again with overwrite=True without resume=True"):
+    with pytest.raises(StorageError, match=r"LMDB failed .*build it again with overwrite=True without resume=True"):
         LMDBWriter(path, resume=True)
     write_numbered(path, 2, overwrite=True)
     assert_numbered(path, 2)

@@ -124,7 +124,7 @@ def test_a_call_that_hangs_is_left_behind_with_what_was_told_before(simulator: S
     question.start()
     wait_for(lambda: simulator.hanging == 1)
     health = question.answer(0.01)
-    assert health.failure == "NVML has not answered within 0.01 s"
+    assert health.failure == "NVML did not respond within 0.01 s"
     assert health.driver == "580.95"
     assert [set(gpu.values) for gpu in health.gpus] == [set(READINGS)]
     simulator.release()

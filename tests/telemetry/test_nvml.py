@@ -208,7 +208,7 @@ def test_a_mig_instance_has_its_own_memory_and_gpm_and_its_parent_s_clock_heat_a
         "throttled_percent": 100.0,
     }
     (line,) = texts(reader, "info")
-    assert "utilization (not told of a MIG instance)" in line
+    assert "utilization (not reported for a MIG instance)" in line
     assert "dram_activity" in line
 
 
@@ -501,7 +501,7 @@ def test_an_error_in_mid_run_costs_that_reading_only(open_reader):
     assert {notice.cause for notice in reader.notices} == {"nvml-error-999"}
     assert texts(reader, "warning")[0] == (
         "GPU 0 (GPU-00000000-aaaa-bbbb-cccc-dddddddddddd): NVML could not read power_w (Unknown Error); "
-        "such readings are left out."
+        "such readings are skipped."
     )
 
 
@@ -512,7 +512,7 @@ def test_an_odd_answer_costs_that_reading_only(open_reader, monkeypatch):
     assert {notice.cause for notice in reader.notices} == {"nvml-odd-answer-nvdec_utilization"}
     assert texts(reader, "warning")[0] == (
         "GPU 0 (GPU-00000000-aaaa-bbbb-cccc-dddddddddddd): NVML could not read nvdec_utilization (an unexpected "
-        "IndexError('list index out of range')); such readings are left out."
+        "IndexError('list index out of range')); such readings are skipped."
     )
 
 

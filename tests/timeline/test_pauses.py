@@ -249,5 +249,5 @@ class TestCompilations:
         watch.look_for_compiler()
         watch.close()
         (note,) = watch.notes
-        assert note.startswith("Compilations by torch.compile could not be seen: this torch has no torch._dynamo")
+        assert note.startswith("Compilations by torch.compile could not be detected: this torch has no torch._dynamo")
         assert watch.compilations() == Compilations()

@@ -162,7 +162,7 @@ class Ran:
     def refusal(self, method: str) -> str:
         return (
             'dataloader: expected a script with `if __name__ == "__main__":`, since each worker process started by '
-            f"{method!r} runs it again, got {self.script} without it; put what it does below that line"
+            f"{method!r} runs it again, got {self.script} without it; put the script's code below that line"
         )
 
 
@@ -184,7 +184,7 @@ def test_the_finder_reports_it_in_a_line_and_training_goes_on(tmp_path: Path) ->
     ran = Ran(tmp_path, "spawn", own_guard)
     assert (ran.code, ran.out) == (0, "16 1"), ran.err
     lines = [line for line in ran.err.splitlines() if "NumWorkersFinder continues" in line]
-    expected = f"NumWorkersFinder continues with num_workers=1: its trials failed: ValueError: {ran.refusal('spawn')}"
+    expected = f"NumWorkersFinder continues with num_workers=1: the trials failed: ValueError: {ran.refusal('spawn')}"
     assert len(lines) == 1, ran.err
     assert lines[0].endswith(expected)
     assert ran.runs == 2  # once more by the worker that training itself starts

@@ -146,12 +146,12 @@ def made_by(one: ManagedLoader) -> Any:
         (loader, "pin_memory", True, "with the next iterator"),
         (loader, "persistent_workers", True, "with the next iterator"),
         (loader, "num_workers", 1, "refused because it is already set"),
-        (lambda: loader(kind=Makes), "num_workers", 2, "refused because a Makes makes its iterators itself"),
+        (lambda: loader(kind=Makes), "num_workers", 2, "refused because a Makes creates its own iterators"),
         (lambda: loader(kind=Makes), "prefetch_factor", 4, "with the next iterator"),
-        (lambda: loader(kind=Keeps), "prefetch_factor", 4, "refused because the state of a Keeps holds for"),
+        (lambda: loader(kind=Keeps), "prefetch_factor", 4, "refused because the state of a Keeps is valid only for"),
         (lambda: loader(Stream(24)), "prefetch_factor", 4, "with the next iterator"),
-        (lambda: loader(Stream(24)), "persistent_workers", True, "refused because workers that live on would go on"),
-        (loader, "num_workers", 0, "refused because without workers the training process draws"),
+        (lambda: loader(Stream(24)), "persistent_workers", True, "refused because persistent workers would continue"),
+        (loader, "num_workers", 0, "refused because without workers, the training process would draw"),
         (
             lambda: loader(sampler=RandomSampler(range(24), generator=torch.default_generator)),
             "prefetch_factor",
@@ -162,15 +162,15 @@ def made_by(one: ManagedLoader) -> Any:
             lambda: loader(Subset(Epochs(), range(4))),
             "persistent_workers",
             True,
-            "refused because Subset has set_epoch(), which workers that live on would not hear of",
+            "refused because Subset has set_epoch(), which persistent workers would not see",
         ),
         (
             lambda: loader(Numbers(closed=Closed())),
             "persistent_workers",
             True,
-            "refused because Numbers holds too much to see whether it changes between epochs",
+            "refused because Numbers is too large to check whether it changes between epochs",
         ),
-        (lambda: loader(num_workers=0), "pin_memory", True, "refused because its batches would come as other types"),
+        (lambda: loader(num_workers=0), "pin_memory", True, "refused because pinning would change its batches' types"),
         (lambda: loader(persistent_workers=True, num_workers=1), "pin_memory", True, "with the next iterator"),
     ],
 )
@@ -180,7 +180,7 @@ def test_when_a_change_takes_effect(made: Callable[[], Any], setting: str, value
 
 def test_what_takes_another_iterator_is_refused_in_the_last_epoch() -> None:
     one = managed()
-    last = "it takes a new iterator of the loader, and this epoch is the last"
+    last = "it needs a new iterator of the loader, and this epoch is the last"
     with pytest.raises(CannotChange, match=re.escape(last)):
         one.change("prefetch_factor", 4, last_epoch=True)
 
@@ -225,7 +225,7 @@ def test_running_workers_are_changed_now_and_the_loader_is_as_before_at_the_end(
             "num_workers",
             3,
             lambda: loader(multiprocessing_context="forkserver"),
-            "its workers are started by 'forkserver': what they draw cannot be looked at",
+            "its workers are started by 'forkserver': their random draws cannot be inspected",
         ),
     ],
 )
@@ -233,7 +233,7 @@ def test_exact_waits_for_a_first_look_and_leaves_alone_what_draws(
     setting: str, value: Any, made: Any, why: str
 ) -> None:
     one = managed(made(), exact=True)
-    assert one.when(setting, value) == "refused because nothing has shown yet whether its workers draw"
+    assert one.when(setting, value) == "refused because it is not known yet whether its workers draw random numbers"
     with pytest.raises(CannotChange):
         one.change(setting, value)
     assert one.when(setting, value) == f"refused because {why} (exact=True)"
@@ -250,7 +250,7 @@ def test_first_workers_that_would_run_the_script_again_are_refused(monkeypatch: 
 @pytest.mark.parametrize(("setting", "value"), [("num_workers", 3), ("num_workers", 1), ("persistent_workers", True)])
 def test_a_dataset_that_changes_as_it_is_read_keeps_the_workers_it_has(setting: str, value: Any) -> None:
     one = managed(loader(Counts(), num_workers=2))
-    why = "its dataset changes as it is read: what a sample is depends on what its worker has read before"
+    why = "its dataset changes as it is read: a sample depends on what its worker has read before"
     with pytest.raises(CannotChange, match=re.escape(why)):
         one.change(setting, value)
     assert one.when(setting, value) == f"refused because {why}"
@@ -346,7 +346,7 @@ def test_exact_sees_a_generator_that_is_made_in_the_worker() -> None:
     first.change("num_workers", 2)
     made_by(first)
     assert first.looked_s > 0
-    assert first.refused == {"num_workers": "its dataset makes a random generator in each worker (exact=True)"}
+    assert first.refused == {"num_workers": "its dataset creates a random generator in each worker (exact=True)"}
 
 
 class DrawsInOthers(Numbers):

@@ -239,7 +239,7 @@ class TestAnotherNumber:
         iterator = Pulled()
         made.follow(iterator)
         made.apply(3)
-        assert made.no_more == "its workers run since an earlier fit, and their dataset may be another by now"
+        assert made.no_more == "its workers were started by an earlier fit, and their dataset may have changed since"
         assert (made.loader.num_workers, made.policy.settled) == (1, True)
 
     def test_a_dataset_that_has_changed_is_not_given_to_more_beside_those_that_persist(self) -> None:

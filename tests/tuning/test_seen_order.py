@@ -29,7 +29,7 @@ from lightning_gpuopt.tuning.rules import AskedChange, why_not
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 
 DATA = TensorDataset(torch.zeros(300, 1))
-FIRST = "its sampler (Own) may read what training writes, which an epoch has to show first"
+FIRST = "its sampler (Own) may read what training writes; one epoch must be observed first"
 
 
 class Own(Sampler[int]):
@@ -97,7 +97,7 @@ def test_one_of_the_user_s_after_an_epoch_that_has_shown_nothing(kwargs: dict[st
 def test_one_that_draws_as_it_goes_may_never(draw: Any, every: int, batch_size: int) -> None:
     loader = DataLoader(DATA, sampler=Own(draw, every), batch_size=batch_size)
     reason = seen(loader).why_not_ahead(loader)
-    assert reason == "its sampler (Own) draws random numbers for each index: another order would come of it"
+    assert reason == "its sampler (Own) draws random numbers for each index: the order would change"
 
 
 def test_what_is_drawn_is_what_would_have_been_drawn() -> None:
@@ -172,7 +172,7 @@ def _anew(sampler: Any) -> None:
 def test_a_list_that_training_writes_to(sampler: Any, writes: Any, tells: bool) -> None:
     loader = DataLoader(DATA, sampler=sampler, batch_size=30)
     reason = seen(loader, lambda: writes(sampler)).why_not_ahead(loader)
-    assert ("reads what changes while training runs" in (reason or "")) is tells
+    assert ("reads state that changes while training runs" in (reason or "")) is tells
 
 
 class FillsAnew(Own):
@@ -185,7 +185,7 @@ class FillsAnew(Own):
 
 def test_one_list_for_all_batches() -> None:
     loader = DataLoader(DATA, batch_sampler=FillsAnew())
-    assert "gives one list for all batches" in (seen(loader).why_not_ahead(loader) or "")
+    assert "reuses one list for all batches" in (seen(loader).why_not_ahead(loader) or "")
 
 
 class DrawsAtTheEnd(Own):
@@ -210,7 +210,7 @@ def test_lists_in_a_copied_list_that_training_writes_to(wrap: Any) -> None:
         reason = seen(loader, lambda: batches[-1].reverse()).why_not_ahead(loader)
     finally:
         type(sampler).__iter__ = before
-    assert "reads what changes while training runs" in (reason or "")
+    assert "reads state that changes while training runs" in (reason or "")
 
 
 class Follows(Own):
@@ -228,7 +228,7 @@ def test_one_that_training_writes_to_may_never() -> None:
     loader = DataLoader(DATA, sampler=sampler, batch_size=30)
     reason = seen(loader, lambda: setattr(sampler, "told", sampler.told + 1)).why_not_ahead(loader)
     assert reason == (
-        "its sampler (Follows) reads what changes while training runs: earlier, it would give other batches"
+        "its sampler (Follows) reads state that changes while training runs: read earlier, it would give other batches"
     )
 
 
@@ -236,7 +236,7 @@ def test_a_batch_size_that_training_changes() -> None:
     batches = BatchSampler(SequentialSampler(DATA), 4, drop_last=False)
     loader = DataLoader(DATA, batch_sampler=batches)
     sizes = itertools.count(5)
-    assert "reads what changes" in (
+    assert "reads state that changes" in (
         seen(loader, lambda: setattr(batches, "batch_size", next(sizes))).why_not_ahead(loader) or ""
     )
 
@@ -270,7 +270,7 @@ def test_one_that_changes_the_dataset_may_never(writes: bool) -> None:
     dataset = Sized()
     loader = DataLoader(dataset, sampler=Sizes(dataset, writes=writes), batch_size=2)
     reason = seen(loader).why_not_ahead(loader)
-    told = "its sampler (Sizes) changes the dataset as it is iterated: earlier would be another dataset"
+    told = "its sampler (Sizes) changes the dataset while it is iterated: read earlier, the dataset would differ"
     assert reason == (told if writes else None)
 
 
@@ -308,4 +308,4 @@ def test_one_that_keeps_its_place_may_not_where_epochs_end_before_it(leaves: boo
         if leaves and number == 20:
             break
     order.watched(loader)
-    assert ("keeps its place" in (order.why_not_ahead(loader) or "")) is leaves
+    assert ("keeps its position" in (order.why_not_ahead(loader) or "")) is leaves

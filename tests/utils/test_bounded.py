@@ -23,7 +23,7 @@ def test_what_a_look_finds_and_what_it_raises():
 def test_one_that_hangs_is_left():
     answers = threading.Event()
     try:
-        with pytest.raises(NoAnswerError, match=r"no answer within 0\.01 s"):
+        with pytest.raises(NoAnswerError, match=r"no response within 0\.01 s"):
             within(0.01, lambda clock: answers.wait(), clean_up_s=0.01)
     finally:
         answers.set()

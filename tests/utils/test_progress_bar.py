@@ -160,7 +160,7 @@ class TestReport:
         fit(tmp_path, **kwargs)
         out = capsys.readouterr().out
         assert out.startswith("Verdict: not_measured")
-        assert "a verdict needs 4 or more" in " ".join(out.split())
+        assert "a verdict needs at least 4" in " ".join(out.split())
 
     @pytest.mark.parametrize("bar", [None, TQDMProgressBar, OwnBar, RichProgressBar])
     def test_it_is_printed_once_after_an_interrupt(

@@ -29,10 +29,10 @@ from tests.watch import watched_scripts as scripts
 from tests.watch.test_watch import reports, watch
 
 MEASURED = re.compile(
-    r"\nCeiling: with data that costs nothing: [\d.]+ steps/s; the run as it is [\d.]+, your loader by itself [\d.]+: "
+    r"\nCeiling: with free data: [\d.]+ steps/s; your run [\d.]+, your loader alone [\d.]+: "
     r"a faster loader gains [\d.]+x at most."
     r"\n         Predicted: data [\d.]+x at most.*"
-    r"\n         Nothing of this run is kept: no weights, checkpoints or logs\."
+    r"\n         This run keeps no weights, checkpoints or logs\."
 )
 CPU = torch.device("cpu")
 
@@ -116,8 +116,8 @@ def test_two_ranks_change_over_and_end_at_the_same_step(tmp_path, kind, settings
         {
             "short": ("plain", {"max_steps": 30}, 30, "the run is too short: 30 steps"),
             "fast_dev_run": ("plain", {"fast_dev_run": 3}, 3, "the run is too short, with fast_dev_run"),
-            "stops": ("stops-50", {}, 51, "the run ended after 51 steps, and the measurement takes 180"),
-            "stops-later": ("stops-150", {}, 110, "the run ended after 151 steps, and the measurement takes 180"),
+            "stops": ("stops-50", {}, 51, "the run ended after 51 steps, but the measurement needs 180"),
+            "stops-later": ("stops-150", {}, 110, "the run ended after 151 steps, but the measurement needs 180"),
         },
     ),
 )
@@ -142,29 +142,29 @@ def test_a_run_that_ends_before_it_is_measured_goes_on_to_its_own_end_and_that_i
                 "fails-1",
                 {"devices": 2, "strategy": "ddp"},
                 [110, 110],
-                "rank 1: expected to measure each step, and that failed: TypeError: 'NoneType' object is not callable; "
-                "run watch without --ceiling, which needs less of Lightning",
+                "rank 1: expected to measure each step, but that failed: TypeError: 'NoneType' object is not callable; "
+                "run watch without --ceiling, which depends less on Lightning",
             ),
             "fails": (
                 "fails-0",
                 {},
                 [11, 0],
-                "expected to measure each step, and that failed: TypeError: 'NoneType' object is not callable; run "
-                "watch without --ceiling, which needs less of Lightning",
+                "expected to measure each step, but that failed: TypeError: 'NoneType' object is not callable; run "
+                "watch without --ceiling, which depends less on Lightning",
             ),
             "one-batch-an-epoch": (
                 "plain",
                 {"limit_train_batches": 1, "max_epochs": 400},
                 [110, 0],
-                "expected steps of an epoch that follow each other, and there are none: each epoch has one batch, or a "
-                "validation comes after each; for this run give epochs more batches",
+                "expected consecutive steps in an epoch, but there are none: each epoch has one batch, or a "
+                "validation follows each step; for this run give epochs more batches",
             ),
             "ddp-spawn": (
                 "plain",
                 {"devices": 2, "strategy": "ddp_spawn"},
                 [0, 0],
-                "expected a strategy under which this process may end inside fit(), and another process waits for what "
-                "it returns (ddp_spawn); use strategy='ddp', or one device",
+                "expected a strategy under which this process can end inside fit(), but another process waits for its "
+                "result (ddp_spawn); use strategy='ddp', or one device",
             ),
         },
     ),
@@ -183,7 +183,7 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["watch", "--ceiling", "--fix", "--", "true"]) == 2
     assert capsys.readouterr().err == (
-        "error: --ceiling: expected no --fix with it, got both: the loader is measured as it is; run watch --ceiling "
+        "error: --ceiling: expected no --fix with it, got both: the loader is measured unchanged; run watch --ceiling "
         "first, and watch --fix after it\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -283,16 +283,14 @@ class TestWords:
         report = StallReport("slow_storage", 1.0, {}, [finding])
         fit = Fit(tmp_path, report, ceiling=Ceiling(5.2, 12.1, 100, 60, 5, 2.24))
         assert _ceiling_lines([Fit(tmp_path), fit], Watch(str(tmp_path))) == [
-            "Ceiling: with data that costs nothing: 12.1 steps/s; the run as it is 5.2: "
-            "a faster loader gains 2.3x at most.",
+            "Ceiling: with free data: 12.1 steps/s; your run 5.2: a faster loader gains 2.3x at most.",
             "         Predicted: data 2.2x at most, the advice of slow_storage 1.9x.",
-            "         Nothing of this run is kept: no weights, checkpoints or logs.",
+            "         This run keeps no weights, checkpoints or logs.",
         ]
 
     def test_a_loader_that_costs_nothing(self):
         assert str(Ceiling(1110.4, 1100.0, 100, 60, 5, loader_steps_per_s=2000.0)) == (
-            "with data that costs nothing: 1100 steps/s; the run as it is 1110, your loader by itself 2000: "
-            "a faster loader gains 1.0x at most"
+            "with free data: 1100 steps/s; your run 1110, your loader alone 2000: a faster loader gains 1.0x at most"
         )
 
     def test_nothing(self, tmp_path):
@@ -366,14 +364,14 @@ def test_ranks_that_do_not_hear_of_each_other_say_where_they_stood(monkeypatch):
     monkeypatch.setattr(ceiling_run, "_queued", lambda _: 0)
     run._meet(trainer, SimpleNamespace())
     assert run.why_not == (
-        "expected all 2 ranks to agree at the first step on what to measure, and one said nothing for 30 s, or they "
+        "expected all 2 ranks to agree at the first step on what to measure, but one did not respond for 30 s, or they "
         "have no key-value store (MPI); run each rank under this command"
     )
     run._plan, run._steps = Plan(10, 100, 10, 60), 110
     run._meet(trainer, SimpleNamespace())
     assert run.why_not == (
-        "expected a word of all 2 ranks after step 110, and one said nothing for 30 s; look for what holds it up "
-        "there, or has ended it"
+        "expected a message from all 2 ranks after step 110, but one sent none for 30 s; find out what blocks or "
+        "ended it"
     )
 
 

@@ -176,7 +176,7 @@ def test_the_kernel_ends_a_worker_for_want_of_memory(tmp_path):
 
 HANGS = {
     "a-test": ("data-sleep-test", 2, 1, 101, "fall_asleep", ""),
-    "a-lock": ("data-lock", 2, 0, 0, "take_the_lock", "a lock that was held when it was forked"),
+    "a-lock": ("data-lock", 2, 0, 0, "take_the_lock", "a lock that was held during the fork"),
     "a-sample": ("data-sleep", 2, 1, 101, "fall_asleep", ""),
     "a-step": ("step-sleep", 2, None, None, "fall_asleep", ""),
     "a-rank": ("rank1-sleep", 0, None, None, "fall_asleep", "the others wait for rank 1"),

@@ -148,7 +148,7 @@ def test_a_script_that_fails_is_reported_as_far_as_it_came(tmp_path, how, code, 
     assert returned == code
     assert line in err
     if how == "kill":
-        assert "fit fit-1: the process ended before a report could be written." in err
+        assert "fit fit-1: the process ended before a report was written." in err
     else:
         assert "Verdict: main_process_loading" in err
     assert not (next((tmp_path / "gpuopt").iterdir()) / ".notes").exists()
@@ -165,7 +165,7 @@ def test_a_python_without_the_package_trains_as_before_and_that_is_said(tmp_path
 def test_a_command_without_a_trainer(tmp_path):
     code, out, err = watch(tmp_path, "print('no training here')", python=("-I",), run=EXECUTED)
     assert (code, out) == (0, "no training here\n")
-    assert "Nothing was measured: no Trainer was seen. Either" in err
+    assert "Nothing was measured: no Trainer was seen. Possible reasons:" in err
     assert "(it was started with -I)" in err
     assert list((tmp_path / "gpuopt").iterdir()) == []
 
@@ -299,12 +299,12 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["watch"]) == 2
     assert capsys.readouterr().err == (
-        "error: watch: expected a command behind --, got none; for example: lightning-gpuopt watch -- python train.py\n"
+        "error: watch: expected a command after --, got none; for example: lightning-gpuopt watch -- python train.py\n"
     )
     assert main(["watch", "python", "train.py"]) == 2
     assert capsys.readouterr().err == (
-        "error: unrecognized arguments: python train.py; see 'lightning-gpuopt watch --help'; the command to run "
-        "stands behind --: lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ...\n"
+        "error: unrecognized arguments: python train.py; see 'lightning-gpuopt watch --help'; the command to run goes "
+        "after --: lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ...\n"
     )
     assert main(["watch", "--", "no-such-program"]) == 2
     assert capsys.readouterr().err == (
@@ -313,7 +313,7 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     )
     (tmp_path / "file").write_text("")
     assert main(["watch", "--report-dir", "file", "--", "true"]) == 2
-    assert "--report-dir: expected a place to write to" in capsys.readouterr().err
+    assert "--report-dir: expected a writable path" in capsys.readouterr().err
     assert list((tmp_path / "gpuopt").iterdir()) == []
 
 
@@ -416,11 +416,9 @@ def test_the_users_python_path_comes_first():
 class TestWords:
     def test_why_nothing_was_measured(self):
         assert why_none([{"event": "trainer"}], ["python"]) == [
-            "Nothing was measured: a Trainer was made, but its fit() was not called."
+            "Nothing was measured: a Trainer was created, but its fit() was not called."
         ]
-        assert why_none([], ["python", "train.py"])[2] == (
-            "- its Python does not look at PYTHONPATH (python -I, python -E);"
-        )
+        assert why_none([], ["python", "train.py"])[2] == ("- its Python ignores PYTHONPATH (python -I, python -E);")
 
     def test_an_option_of_the_script_is_none_of_python(self):
         assert "(python -I, python -E)" in why_none([], ["python", "-c", "pass", "-lrE", "3"])[2]
@@ -428,7 +426,7 @@ class TestWords:
 
     def test_another_rank_than_0(self):
         assert why_none([{"event": "trainer"}, {"event": "rank", "rank": 1}], ["python"]) == [
-            "Rank 1: the report is with rank 0."
+            "Rank 1: rank 0 has the report."
         ]
 
     def test_a_fit_without_an_end(self, tmp_path):

@@ -81,7 +81,7 @@ def percent_of(share: float | None) -> float | None:
 
 
 def threads_per_worker(host: HostActivity) -> float | None:
-    """Threads of a worker that compute at once, as those of a pool; None where it is the worker's own alone."""
+    """Threads of a worker that compute at once, as those of a pool; None if it is the worker's own alone."""
     threads, runnable = host.worker_threads, host.worker_runnable
     if threads is None or runnable is None or min(threads, runnable) < _A_POOL:
         return None
@@ -94,7 +94,7 @@ def bound_to_one_cpu(measurement: Measurement) -> list[str]:
     if host is None or host.affinity != 1:
         return []
     return [
-        "This process, its threads and its workers may use only one of the machine's CPUs: look at taskset, numactl, "
+        "This process, its threads and its workers may use only one of the machine's CPUs: check taskset, numactl, "
         "KMP_AFFINITY and OMP settings, and at how the job is launched (Slurm: --cpus-per-task, --cpu-bind)."
     ]
 
@@ -105,4 +105,4 @@ def at_most(measurement: Measurement) -> list[str]:
     if most is None or not measurement.waterfall.on_gpu:
         return []
     rest_ms = without_data_s(measurement) * 1e3
-    return [f"No change of the loader brings more than {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."]
+    return [f"A faster loader gains at most {most:.2f}x: the rest of a step takes {rest_ms:.3g} ms."]

@@ -32,7 +32,7 @@ class Pause:
     """The set-up of a mean epoch, taken apart, in seconds."""
 
     workers: float  # making iterators and starting workers, with the imports of spawned ones
-    first_batch: float  # as long as any batch takes; 0 where the training process makes it
+    first_batch: float  # as long as any batch takes; 0 if the training process makes it
     buffer: float  # what a stream does before its first sample
     loading: float = 0.0  # making the first batch in the training process: loading as any other, no part of the pause
 
@@ -43,7 +43,7 @@ class Pause:
 
 
 def pause_of(measurement: Measurement) -> Pause | None:
-    """The set-up of a mean epoch; None where no epoch began.
+    """The set-up of a mean epoch; None if no epoch began.
 
     What its first fetch waits beyond an ordinary batch is the start of the workers, or a stream that fills its buffer.
     """

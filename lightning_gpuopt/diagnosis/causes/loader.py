@@ -332,7 +332,7 @@ def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], stor
     if cause == "head_of_line" and measurement.source.datamodule:
         parts.append(CAUSES[cause].cases["datamodule"].format(datamodule=measurement.source.datamodule))
     if settings.get("num_workers"):
-        parts.append("NumWorkersFinder() finds the number while training runs, and sets it.")
+        parts.append("NumWorkersFinder() finds and sets the number while training runs.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):
         parts.append(storage)
     if CAUSES[cause].needs_cpus:
@@ -349,10 +349,9 @@ def _threads(cause: str, measurement: Measurement, settings: dict[str, Any]) -> 
     if workers * threads <= host.usable_cpus:
         return []
     return [
-        f"Each worker computes in {threads:.2g} threads of its own, and {workers} workers make that "
-        f"{workers * threads:.0f} for {host.usable_cpus:g} CPUs: give each one thread, in worker_init_fn by "
-        "cv2.setNumThreads(0) (OpenCV) and torch.set_num_threads(1), for OpenMP and BLAS by OMP_NUM_THREADS=1 in the "
-        "environment."
+        f"Each worker runs {threads:.2g} threads, so {workers} workers run {workers * threads:.0f} threads on "
+        f"{host.usable_cpus:g} CPUs: give each worker one thread. In worker_init_fn call cv2.setNumThreads(0) (OpenCV) "
+        "and torch.set_num_threads(1); for OpenMP and BLAS set OMP_NUM_THREADS=1 in the environment."
     ]
 
 
@@ -360,9 +359,9 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
     workers, doing = settings.get("num_workers"), CAUSES[cause].doing
     if doing and measurement.loader.duplicates:
         return (
-            f"{doing}, but more workers are not the remedy: this IterableDataset does not divide its samples "
-            "among them, and each sample would come once from every worker. Divide them by "
-            "torch.utils.data.get_worker_info() first, or make each sample cheaper to read."
+            f"{doing}, but more workers would not help: this IterableDataset does not divide its samples among them, "
+            "and each sample would come once from every worker. Divide them by torch.utils.data.get_worker_info() "
+            "first, or make each sample cheaper to read."
         )
     if cause == "slow_storage" and memory_is_short(measurement):
         return CAUSES[cause].cases["memory"]
@@ -377,7 +376,7 @@ def _remedy(cause: str, measurement: Measurement, settings: dict[str, Any]) -> s
     shards = measurement.source.shards
     if doing and workers is None and shards is not None and (measurement.loader.num_workers or 0) >= shards:
         return (
-            f"{doing}, and each of the stream's {shards} shards has a worker already: more would have none to "
+            f"{doing}, and each of the stream's {shards} shards has a worker already: more workers would have none to "
             "read. Divide the data into more shards, or make each sample cheaper to read."
         )
     if doing and workers is None:
@@ -395,14 +394,14 @@ def _used_by_others(measurement: Measurement) -> tuple[float, float] | None:
     host = measurement.host
     if host is None or host.free_cpus is None or host.process_cpus is None or host.worker_cpu is None:
         return None
-    each = host.worker_cpu if host.worker_cpus is None else host.worker_cpus  # more than one CPU, where it has a pool
+    each = host.worker_cpu if host.worker_cpus is None else host.worker_cpus  # more than one CPU, if it has a pool
     own = host.process_cpus + each * (measurement.loader.num_workers or 0)
     others = host.usable_cpus - host.free_cpus - own
     return (others, host.usable_cpus) if others >= _MOSTLY * host.usable_cpus else None
 
 
 def _without_workers(measurement: Measurement) -> str:
-    """Advice for a training process that loads by itself, where workers are none."""
+    """Advice for a training process that loads the data itself, if workers would not help."""
     cases, source = CAUSES["main_process_loading"].cases, measurement.source
     if source.kind == "nodes":
         return cases["nodes"]

@@ -69,7 +69,7 @@ def _remedy(compilations: Compilations) -> str:
         case = "sizes"
     elif _NUMBER.search(compilations.reason):
         case = "number"
-    return f"{compilations.function} did not fit again: {compilations.reason}. {cases[case]}"
+    return f"{compilations.function} was recompiled: {compilations.reason}. {cases[case]}"
 
 
 def pause_notes(measurement: Measurement, threshold: float) -> list[str]:
@@ -80,16 +80,16 @@ def pause_notes(measurement: Measurement, threshold: float) -> list[str]:
     if collecting >= threshold and measurement.collections is not None and _one_took_most(measurement):
         notes.append(
             f"Python's garbage collector took {collecting:.0%} of the time, most of it in one collection of "
-            f"{measurement.collections.longest_s:.2f} s: a longer run has few of them."
+            f"{measurement.collections.longest_s:.2f} s: in a longer run this share shrinks."
         )
     share = waterfall.share(waterfall.wait(RECOMPILATION))
     if 0 < compilations.steps < _AGAIN_AND_AGAIN and share >= threshold:
         notes.append(
             f"torch.compile took {share:.0%} of the time, in {compilations.steps} of {measurement.times.steps} steps "
-            "after the warm-up: a longer run has less of it, and warmup_steps leaves it out."
+            "after the warm-up: in a longer run this share shrinks, and a larger warmup_steps excludes it."
         )
     notes += [
-        f"torch.compile has given up {name}, which runs eagerly now: it had been compiled too often."
+        f"torch.compile gave up on {name} after too many recompilations: it now runs eagerly."
         for name in compilations.given_up
     ]
     return notes

@@ -22,7 +22,7 @@ DECODE_ENGINE: Final = "decode engine"
 
 # CPU threads that compute for less than this share of the time are not what a pipeline on the GPU waits for
 _BUSY: Final = 0.6
-_BUSY_WITHOUT_CPUS: Final = 0.25  # the same where no CPU is free: threads that queue for one compute less
+_BUSY_WITHOUT_CPUS: Final = 0.25  # the same if no CPU is free: threads that queue for one compute less
 _COMPUTES: Final = 0.5  # threads that read and whose time is CPU time for less than this share are blocked on storage
 # files that are waited for longer than this share of the wait for the pipeline would soon hold up more threads
 _ALONE: Final = 0.2
@@ -77,7 +77,7 @@ def _threads_busy(measurement: Measurement) -> float:
 
 
 def _threads_needed(measurement: Measurement) -> int | None:
-    """CPU threads for one pipeline, as far as CPUs are free; None where more would not help, or not measured."""
+    """CPU threads for one pipeline, as far as CPUs are free; None if more would not help, or not measured."""
     pipelines, host, model = _late(measurement), measurement.host, pipeline_model(measurement)
     if model is None or host is None or host.free_cpus is None or _waits_for_files(pipelines):
         return None
@@ -92,7 +92,7 @@ def _threads_needed(measurement: Measurement) -> int | None:
 
 
 def _prediction(measurement: Measurement, threads: int | None) -> Interval | None:
-    """The speed-up with so many CPU threads; None where something else may hold the pipeline up."""
+    """The speed-up with so many CPU threads; None if something else may hold the pipeline up."""
     pipelines = _late(measurement)
     if threads is None or pipelines.on_gpu:  # the GPU's decoder may be the next bottleneck
         return None
@@ -139,7 +139,7 @@ def _remedy(bottleneck: str, cause: str, measurement: Measurement, threads: int 
 
 
 def _on_the_gpu(measurement: Measurement) -> str:
-    """How to let the GPU do what the CPU does; empty where there is none, or nothing is known to help."""
+    """How to let the GPU do what the CPU does; empty if there is none, or nothing is known to help."""
     if measurement.gpu is None:
         return ""
     if _late(measurement).on_gpu:

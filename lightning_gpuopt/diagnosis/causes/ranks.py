@@ -112,8 +112,8 @@ def _send_less(measurement: Measurement) -> str:
     if names := _metrics_in_forward(measurement):
         todo.append(f"reduce {', '.join(names)} once an epoch (self.log: on_step=False, on_epoch=True)")
     if known.find_unused_parameters and not known.unused:
-        none = "no parameter was unused" if known.unused is False else "where every parameter is used"
-        todo.append(f"leave out find_unused_parameters=True ({none}; static_graph=True does without it, too)")
+        none = "no parameter was unused" if known.unused is False else "if every parameter is used"
+        todo.append(f"remove find_unused_parameters=True ({none}; static_graph=True does not need it either)")
     # on the CPU Lightning does not register a hook
     if measurement.waterfall.on_gpu and known.dtype == "float32" and not known.hook and known.bytes:
         todo.append(f"send half as many bytes with DDPStrategy(ddp_comm_hook=bf16_compress_hook), from {_HOOKS}")
@@ -125,7 +125,7 @@ def _send_less(measurement: Measurement) -> str:
     link = f" ({known.link})" if known.link else ""
     return (
         "Collectives between ranks are not hidden behind computation. To wait less for them: "
-        f"{'; '.join(todo)}; and see that the ranks' links are fast{link}."
+        f"{'; '.join(todo)}; and check that the ranks' links are fast{link}."
     )
 
 

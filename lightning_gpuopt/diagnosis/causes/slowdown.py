@@ -20,10 +20,10 @@ _CLOCK: Final = 0.95
 _LOOK_AT: Final = {  # by the part that grows
     "data_wait": "Look for a dataset that keeps what it reads, worker memory that is copied little by little (Python "
     "lists in the dataset: use arrays), and storage that others use.",
-    "logging": "Look at what the logger keeps: flush it, log less, or in the background.",
+    "logging": "Check what the logger keeps: flush it, log less often, or log in the background.",
     GARBAGE_COLLECTION: "More and more Python objects are alive: look for lists, dicts and tensors that are never "
     "dropped.",
-    GPU_WORK: "Look for longer sequences, graphs that are kept (retain_graph), and work that is added in each epoch.",
+    GPU_WORK: "Look for longer sequences, graphs that are kept (retain_graph), and work added in each epoch.",
 }
 
 
@@ -79,12 +79,12 @@ def _remedies(measurement: Measurement, growth: Growth, evidence: Mapping[str, f
             yield "Keep less of it, or empty it at the end of an epoch."
     if "alloc_retries_grown" in evidence:
         yield (
-            "torch's allocator frees and asks for GPU memory again and again, which waits for the GPU: set "
+            "torch's allocator frees and requests GPU memory repeatedly, which waits for the GPU: set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or use a smaller batch."
         )
     if "sm_clock_to_mhz" in evidence:
-        yield "The GPU's clock fell meanwhile: look at its temperature and its power limit."
+        yield "The GPU's clock fell meanwhile: check its temperature and power limit."
     if not measurement.grows:
-        of_a_hook = f"Look for what {growth.part} goes through or keeps, which grows from step to step."
-        of_the_rest = "Look for a list, a hook or a graph that grows, and that the step goes through."
+        of_a_hook = f"Look for what {growth.part} iterates over or keeps, and what grows from step to step."
+        of_the_rest = "Look for a growing list, hook or graph that the step goes through."
         yield _LOOK_AT.get(growth.part, of_a_hook if "." in growth.part else of_the_rest)

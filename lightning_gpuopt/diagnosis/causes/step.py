@@ -130,8 +130,8 @@ def hyperparameters_note(kept: Sequence[str]) -> str:
     """What to do about data that ``save_hyperparameters`` has taken in, each as ``"dataset (Photos)"``."""
     names = ", ".join(repr(each.partition(" ")[0]) for each in kept)
     return (
-        f"save_hyperparameters() keeps {', '.join(kept)}: it is copied when the module is made, and written with every "
-        f"checkpoint. Leave it out: save_hyperparameters(ignore=[{names}])."
+        f"save_hyperparameters() keeps {', '.join(kept)}: it is copied when the module is created, and written with "
+        f"every checkpoint. Exclude it: save_hyperparameters(ignore=[{names}])."
     )
 
 
@@ -315,6 +315,6 @@ def power_cap_note(measurement: Measurement) -> str | None:
     if device.sm_clock_mhz and device.sm_clock_mhz_max:
         clocks = f" (mean clock {device.sm_clock_mhz:.0f} of {device.sm_clock_mhz_max:.0f} MHz)"
     return (
-        f"For {device.power_capped_percent:.0f} % of the time the GPU kept its clocks down to stay within its power "
-        f"limit{clocks}: normal for one that works hard."
+        f"For {device.power_capped_percent:.0f} % of the time the GPU lowered its clocks to stay within its power "
+        f"limit{clocks}: normal for a busy GPU."
     )

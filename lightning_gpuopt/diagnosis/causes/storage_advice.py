@@ -12,7 +12,7 @@ from lightning_gpuopt.diagnosis.predict import speedup_of_cheaper_batches
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import ImageSamples, WorkerTimes
 
-# batches per second over now, from which on a step is advised; and over a simpler step's, where there is one
+# batches per second over now, from which on a step is advised; and over a simpler step's, if there is one
 _WORTH_IT: Final = 1.1
 _LARGER: Final = 1.2  # images whose shorter side is so many times what is needed are worth making smaller
 # a dataset that takes less CPU than PIL does, by more than two measurements differ, does not use PIL
@@ -25,7 +25,7 @@ _BETWEEN_UINT8_AND_FLOAT: Final = 2.0
 
 @dataclass(frozen=True)
 class StorageAdvice:
-    """What to change in how samples are stored or decoded; empty where nothing of the kind helps."""
+    """What to change in how samples are stored or decoded; empty if nothing of the kind helps."""
 
     advice: str = ""
     evidence: dict[str, float | str] = field(default_factory=dict)  # the unit is in each name
@@ -50,7 +50,7 @@ def _fewer_files(images: ImageSamples) -> StorageAdvice:
     build = f"lightning-gpuopt lmdb build SRC DST{smaller}"
     if not images.in_lmdb:
         why = f": at {images.width}x{images.height} pixels they are larger than the crops need" if smaller else ""
-        advice = f"Put the image files into few large ones, which are read ahead: {build}, then LMDBDataModule{why}."
+        advice = f"Pack the image files into few large files, which are read ahead: {build}, then LMDBDataModule{why}."
         return StorageAdvice(advice, evidence | {"storage_step": build})
     ordered = "The samples are in an LMDB already: shuffle_window=... reads neighbours together."
     if not smaller:
@@ -67,7 +67,7 @@ def _cheaper_decoding(cause: str, images: ImageSamples, measurement: Measurement
         if images.own:
             return StorageAdvice()
         reader = f'Read the images with ImageFolderDataModule(..., decode="tensor", crop_size={images.crop_size}, '
-        advice = f"{reader}normalize=...): it decodes only what is cropped, and normalises on the device."
+        advice = f"{reader}normalize=...): it decodes only the crop, and normalises on the device."
         return StorageAdvice(advice, {"storage_step": "ImageFolderDataModule"})
     now_s = _decodes_in_s(images, measurement)
     if now_s is None:
@@ -100,7 +100,7 @@ def _cheaper_decoding(cause: str, images: ImageSamples, measurement: Measurement
 
 
 def _decodes_in_s(images: ImageSamples, measurement: Measurement) -> float | None:
-    """CPU seconds to decode an image; None where unknown: a dataset faster than PIL does not decode with PIL."""
+    """CPU seconds to decode an image; None if unknown: a dataset faster than PIL does not decode with PIL."""
     workers = measurement.workers
     if not workers.batches or not images.batch_size:
         return None

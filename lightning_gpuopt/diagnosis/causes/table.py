@@ -62,10 +62,10 @@ _ALL: Final = (
             "no_dataloader": "The loader works in the training process and is not a DataLoader: let it prepare batches "
             "ahead.",
             "handing_over": "The training process loads the data itself, and worker processes would not be faster: "
-            "handing a batch over costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), "
+            "transferring a batch costs as much. Make fewer, larger batches, or read a batch at once (__getitems__), "
             "as LMDBDataModule does.",
             "no_cpus": "The training process loads the data itself, and no CPU is left for worker processes: they "
-            "would not be faster. Decode and transform less or cheaper, or give the job more CPUs.",
+            "would not be faster. Make decoding and transforms cheaper, or give the job more CPUs.",
             "nodes": "The graph's work is done in the training process: give it to workers, "
             'ParallelMapper(..., num_workers=N, method="process"), and let a Prefetcher prepare batches ahead.',
         },
@@ -73,7 +73,7 @@ _ALL: Final = (
     Cause(
         "slow_storage",
         "The loader spends most of its time waiting for storage.",
-        "The workers mostly wait for storage, not for the CPU. More of them read more at once: "
+        "The workers mostly wait for storage, not for the CPU. More workers read more at once: "
         "num_workers={num_workers}.",
         decided_by="bottleneck memory_pressure_percent swap_mib_per_s ms_per_step "
         "step_ms read_wait_ms_per_batch workers_busy_percent worker_cpu_percent",
@@ -84,22 +84,21 @@ _ALL: Final = (
         cases={
             "any_data": "Few large files are read faster than many small ones: lightning-gpuopt lmdb build SRC DST "
             "makes them, and LMDBDataModule reads them ahead.",
-            "memory": "The workers mostly wait, and the machine is short of memory: what they read is pushed out "
-            "again, or comes back from swap. Use fewer workers or a smaller prefetch_factor, keep less in memory, or "
-            "give the job more. LMDBDataModule reads from files that all workers share.",
-            "pipeline": "The pipeline mostly waits for files, and the threads that read them for storage. Few large "
-            "files are read faster than many small ones: {build} makes them, and DALIDataModule(DST) reads them too. "
-            "Where the samples are in an LMDB already, a faster disk helps, or smaller images (--image-size N), which "
-            "are fewer bytes.",
+            "memory": "The workers mostly wait, and the machine is short of memory: what they read is evicted from the "
+            "page cache or swapped out. Use fewer workers or a smaller prefetch_factor, keep less in memory, or give "
+            "the job more. LMDBDataModule reads from files that all workers share.",
+            "pipeline": "The pipeline mostly waits for files, and its reader threads wait for storage. Few large files "
+            "are read faster than many small ones: {build} makes them, and DALIDataModule(DST) reads them too. If the "
+            "samples are in an LMDB already, use a faster disk or smaller images (--image-size N).",
             "pipeline_memory": "The pipeline mostly waits for files, and the machine is short of memory: what is read "
-            "is pushed out again, or comes back from swap. Keep less in memory, or give the job more.",
-            "nodes": "The graph's {num_workers} workers mostly wait, not for the CPU: more of them wait for more at "
+            "is evicted from the page cache or swapped out. Keep less in memory, or give the job more.",
+            "nodes": "The graph's {num_workers} workers mostly wait, but not for the CPU: more workers read more at "
             "once, ParallelMapper(..., num_workers=N).",
         },
     ),
     Cause(
         "slow_transform",
-        "Decoding and transforming is what takes the loader longest, and CPUs are free.",
+        "The loader spends most time on decoding and transforms, and CPUs are free.",
         "The workers compute all the time and CPUs are free: num_workers={num_workers}.",
         decided_by="bottleneck ms_per_step step_ms threads_busy_percent worker_cpu_percent free_cpus",
         group="loader",
@@ -110,21 +109,21 @@ _ALL: Final = (
             "pipeline": "The pipeline's CPU threads are the bottleneck. {more}{smaller}{gpu}.",
             "pipeline_threads": "The pipeline's CPU threads are the bottleneck, and CPUs are free: "
             "DALIDataModule(num_threads={threads}){gpu}.",
-            "pipeline_files": "The pipeline waits for files, and the threads that read them compute for most of that "
-            "time: opening and reading single files costs them CPU. An LMDB costs less ({build}), and "
-            "DALIDataModule(DST) reads it too.",
+            "pipeline_files": "The pipeline waits for files, and its reader threads compute most of that time: opening "
+            "and reading single files costs CPU time. An LMDB costs less ({build}), and DALIDataModule(DST) reads it "
+            "too.",
             "decode_engine": "The GPU's decoder is the bottleneck; the pipeline's CPU threads compute for {busy:.0%} "
             "of the time. Try another hw_decoder_load, the share of the JPEG images that goes to the hardware decoder, "
             "and a larger num_threads for those that the CPU helps to decode. {smaller}.",
             "nodes": "The graph's {num_workers} workers compute all the time and CPUs are free: "
             'ParallelMapper(..., num_workers=N, method="process"). Threads share one interpreter, and take turns in it '
-            "where the work is Python's.",
+            "code one thread at a time.",
         },
     ),
     Cause(
         "cpu_saturated",
         "No CPU is left for the loader: more workers or threads would not help.",
-        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
+        "The workers use all available CPU time: more of them would not help. Make decoding and transforms cheaper, or "
         "move transforms to the GPU.",
         decided_by="bottleneck cpu_affinity threads_per_worker ms_per_step step_ms usable_cpus free_cpus",
         group="loader",
@@ -132,48 +131,48 @@ _ALL: Final = (
         storage=True,
         needs_cpus=True,
         cases={
-            "any_data": 'Or store the data ready to use: of image files, LMDBDataModule(..., decode="tensor", '
-            "crop_size=..., normalize=...) decodes only what is cropped, and normalises on the device.",
+            "any_data": 'Or store the data preprocessed: for image files, LMDBDataModule(..., decode="tensor", '
+            "crop_size=..., normalize=...) decodes only the crop, and normalises on the device.",
             "others": "Other programs use about {others:.2g} of the {usable:g} CPUs, and the workers wait for them: "
-            "end those, or ask for CPUs of your own. More workers would not help.",
+            "stop those programs, or request dedicated CPUs. More workers would not help.",
             "step": "The host starts the GPU's work too slowly, because no CPU is free.",
-            "pipeline": "The pipeline's CPU threads use all the CPU there is: more of them would not help. "
+            "pipeline": "The pipeline's CPU threads use all available CPU time: more of them would not help. "
             "{smaller}{gpu}.",
         },
     ),
     Cause(
         "cpu_throttled",
-        "A CPU quota stops the process, its threads and its workers again and again.",
-        "A CPU quota (cgroup) stops the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
+        "A CPU quota throttles the process, its threads and its workers.",
+        "A CPU quota (cgroup) throttles the workers: more of them would not help. Ask for more CPUs (Kubernetes: "
         "resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus), or make the transforms cheaper.",
         decided_by="bottleneck ms_per_step step_ms cpu_throttled_percent usable_cpus",
         group="loader",
         in_user_code=True,
         cases={
-            "pipeline": "A CPU quota (cgroup) stops the pipeline's CPU threads: more of them would not help. Ask for "
-            "more CPUs (Kubernetes: resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus). {smaller}{gpu}.",
+            "pipeline": "A CPU quota (cgroup) throttles the pipeline's CPU threads: more of them would not help. Ask "
+            "for more CPUs (Kubernetes: resources.limits.cpu; Slurm: --cpus-per-task; Docker: --cpus). {smaller}{gpu}.",
         },
     ),
     Cause(
         "head_of_line",
         "Batches are ready, but the next one in order is late.",
         "Batches are ready, but the next one in order is late: a few samples take much longer than the rest. Prepare "
-        "more ahead (prefetch_factor={prefetch_factor}), or make those samples cheaper; where order does not matter, "
-        "in_order=False hands out what is ready.",
+        "more ahead (prefetch_factor={prefetch_factor}), or make those samples cheaper; if order does not matter, "
+        "in_order=False returns batches as they finish.",
         decided_by="ms_per_step step_ms late_batch_wait_percent workers_busy_percent",
         group="loader",
         in_user_code=True,
         cases={
-            "datamodule": "{datamodule} reads this dataset sample by sample: there a slow sample delays its own batch "
-            "only, and the order stays.",
+            "datamodule": "{datamodule} loads this dataset sample by sample: a slow sample then delays only its own "
+            "batch, and the order stays the same.",
         },
     ),
     Cause(
         "worker_transfer",
-        "Putting batches together and handing them to the training process takes longest.",
-        "The samples are read quickly; putting them together into a batch and handing it to the training process is "
-        "what takes long. Collate tensors rather than Python objects, keep them small (uint8 instead of float32), and "
-        "leave padding and stacking to the device. LMDBDataModule gathers small records batch-wise without workers.",
+        "Collating batches and transferring them to the training process takes longest.",
+        "Samples are read quickly, but collating a batch and transferring it to the training process takes long. "
+        "Collate tensors rather than Python objects, keep them small (uint8 instead of float32), and leave padding and "
+        "stacking to the device. LMDBDataModule gathers small records batch-wise without workers.",
         decided_by="ms_per_step dataset_ms_per_batch collate_ms_per_batch workers_busy_percent",
         group="loader",
         in_user_code=True,
@@ -204,10 +203,11 @@ _ALL: Final = (
             "{with_workers}. Smaller types (uint8, normalised on the GPU) make the copy itself shorter.",
             "not_pinned": "CudaPrefetcher() among the Trainer's callbacks copies the next batch during the step, from "
             "page-locked memory{with_workers}. Without it, pin_memory=True makes the copy shorter.",
-            "ahead": "The GPU waits for the copy of batches, though CudaPrefetcher begins it as soon as it can: ",
+            "ahead": "The GPU waits for batches to be copied, although CudaPrefetcher starts copies as early as it "
+            "can: ",
             "ahead_too_long": "the copy takes longer than the rest of the step. Send smaller types (uint8, and "
             "normalise on the GPU).",
-            "ahead_too_late": "the loader has them too late, or batches differ in size (depth=2 evens that out).",
+            "ahead_too_late": "the loader delivers them too late, or batches differ in size (depth=2 evens that out).",
             "no_gpu": "Walking through the batch to move it takes long: make batches of few large tensors, not many "
             "objects.",
         },
@@ -215,16 +215,16 @@ _ALL: Final = (
     Cause(
         "gpu_sync",
         "The host waits for the GPU inside the step, and the GPU for the host afterwards.",
-        "The host waits for the GPU inside the step, at {where}, so the GPU waits for the host afterwards: leave out "
-        ".item(), .cpu() and prints of tensors there, or do them every n steps.",
+        "The host waits for the GPU inside the step, at {where}, so the GPU waits for the host afterwards: remove "
+        ".item(), .cpu() and prints of tensors there, or run them every n steps.",
         decided_by="alloc_retries_per_step ms_per_step step_ms busy_ms_per_step syncs_per_step",
         group="step",
         cases={
-            "memory": "torch's allocator finds no free block of GPU memory, gives memory back to the driver and asks "
-            "again, which waits for the GPU: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep the sizes of "
-            "tensors the same from step to step, or use a smaller batch.",
-            "broadcast": "Before every step Lightning broadcasts whether a signal told it to stop, and waits for the "
-            "answer. No setting switches it off; larger batches make it rarer.",
+            "memory": "torch's allocator finds no free block of GPU memory, returns memory to the driver and retries, "
+            "which waits for the GPU: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, keep the sizes of tensors "
+            "the same from step to step, or use a smaller batch.",
+            "broadcast": "Before every step Lightning broadcasts whether it received a stop signal, and waits for the "
+            "result. No setting disables this; larger batches make it rarer.",
         },
     ),
     Cause(
@@ -239,7 +239,7 @@ _ALL: Final = (
             "on the device, copy them every n steps, or into pinned memory with non_blocking=True.",
             "both": "The step itself copies to the host and back, as an offloaded optimizer or parameters do, and the "
             "GPU computes nothing meanwhile: offload less, accumulate gradients over more batches "
-            "(accumulate_grad_batches), so that it is done more rarely, or have the copies overlap.",
+            "(accumulate_grad_batches), so that it happens less often, or overlap the copies.",
             "pageable": " They are copies of pageable memory, which are slower and block the host: pin it "
             "(tensor.pin_memory()).",
         },
@@ -253,30 +253,30 @@ _ALL: Final = (
         "step_ms busy_ms_per_step gpu_utilization_percent",
         group="step",
         cases={
-            "memory": "The machine is short of memory, and what the host needs comes back from swap: keep less in it.",
+            "memory": "The machine is short of memory, and the host waits for swap: keep less in memory.",
         },
     ),
     Cause(
         "callback",
         "A callback's own work delays training.",
-        "{callback}.{hook} holds up training: do its work less often, or in a thread.",
+        "{callback}.{hook} delays training: do its work less often, or in a thread.",
         decided_by="hooks_s ms_per_step step_ms",
         group="hooks",
         in_user_code=True,
         cases={
-            "batch_transfer": "{callback}.{hook} holds up training with each batch: have the workers do its work, in "
-            "the dataset's transform or in collate_fn.",
-            "finder": "NumWorkersFinder started workers, or tried how many are needed: it does so at the beginning, "
-            "which counts in a run as short as this. Set the num_workers that it found, and take it out.",
-            "measuring": "This is the measuring itself, and what AutoFix changes: it counts where steps are as short "
-            "as these, or the run is. Without it training does not have this time.",
+            "batch_transfer": "{callback}.{hook} delays training with each batch: do its work in the workers, in the "
+            "dataset's transform or in collate_fn.",
+            "finder": "NumWorkersFinder started workers, or measured how many are needed. It does so at the beginning, "
+            "which matters in a run this short. Set the num_workers it found, and remove it.",
+            "measuring": "This is the cost of measuring and of AutoFix's changes: it matters in a run this short, or "
+            "with steps this short. Training without them does not have it.",
         },
     ),
     Cause(
         "logging",
-        "Calls of the logger, or metrics that are reduced over the ranks in each step, delay training.",
-        "The logger's own calls hold up training: log less often with Trainer(log_every_n_steps=...), or let the "
-        "logger write in the background.",
+        "Logger calls, or metrics that are reduced over the ranks in each step, delay training.",
+        "The logger's calls delay training: log less often with Trainer(log_every_n_steps=...), or let the logger "
+        "write in the background.",
         decided_by="ms_per_step step_ms sync_ms_per_step syncs_per_step",
         group="hooks",
         in_user_code=True,
@@ -308,7 +308,7 @@ _ALL: Final = (
         group="epoch",
         waiting="none",
         cases={
-            "set_up": "Most of it is the set-up of each validation, until its first batch has come: keep the workers "
+            "set_up": "Most of it is the set-up of each validation, before its first batch arrives: keep the workers "
             "of the validation loader with persistent_workers=True. ",
         },
     ),
@@ -322,27 +322,27 @@ _ALL: Final = (
         cases={
             "first_batch": "Training waits for the first batch of each epoch: fewer, longer epochs make it rarer, "
             "smaller batches make it come sooner, and an iterator made during validation or the last steps hides it.",
-            "buffer": "Training waits in each epoch until a shuffle buffer is filled: a smaller buffer fills faster.",
-            "index": "Training waits in each epoch for what the dataset does before its first sample: read an index "
-            "once, in __init__, not each time __iter__ is called; a smaller shuffle buffer fills faster.",
-            "shards": "Training waits in each epoch until the stream's first shards are opened: keep them on a local "
+            "buffer": "In each epoch training waits until a shuffle buffer is filled: a smaller buffer fills faster.",
+            "index": "In each epoch training waits for the dataset's work before its first sample: read an index once, "
+            "in __init__, not in every __iter__; a smaller shuffle buffer fills faster.",
+            "shards": "In each epoch training waits until the stream's first shards are opened: keep them on a local "
             "disk, or have fewer, longer epochs.",
-            "iterator": "Training waits in each epoch while the loader's iterator is made: look at what the sampler "
-            "and __iter__ do before the first batch, and do it once.",
-            "validation": "The workers of the validation's loader are started again for each validation: keep them "
-            "with persistent_workers=True in val_dataloader. They keep their memory meanwhile.",
+            "iterator": "In each epoch training waits while the loader's iterator is made: check what the sampler and "
+            "__iter__ do before the first batch, and do it once.",
+            "validation": "The validation loader's workers are started again for each validation: keep them with "
+            "persistent_workers=True in val_dataloader. They keep their memory between validations.",
         },
     ),
     Cause(
         "straggler",
         "One rank is slower than the others, and all of them wait for it.",
-        "Rank {rank} is slower than the others, and they wait for it: look at ",
+        "Rank {rank} is slower than the others, and they wait for it: check ",
         decided_by="ms_per_step ms_per_step_elsewhere batch_mib batch_mib_elsewhere",
         group="ranks",
         waiting="others",
         cases={
             "data": "its data: the disk, the CPUs and the samples of that process.",
-            "compute": "what else runs on its CPUs and GPU, and at work that only this rank does.",
+            "compute": "what else runs on its CPUs and GPU, and work that only this rank does.",
             "sizes": "the sizes of its samples. Its batches have {batch_mib:.3g} MiB, the others' "
             "{batch_mib_elsewhere:.3g}: sort or bucket samples so that all ranks have batches of similar length.",
         },
@@ -350,7 +350,7 @@ _ALL: Final = (
     Cause(
         "gpu_throttled",
         "The GPU runs at reduced clocks, for heat or by its hardware's power brake.",
-        "The GPU's clocks are reduced for heat or by its hardware's power brake: look at its cooling and power supply "
+        "The GPU's clocks are reduced for heat or by its hardware's power brake: check its cooling and power supply "
         "(nvidia-smi -q -d PERFORMANCE).",
         decided_by="throttled_percent sm_clock_mhz sm_clock_mhz_max",
         group="step",
@@ -365,8 +365,8 @@ _ALL: Final = (
         decided_by="ms_per_step step_ms gradient_mib link buckets",
         group="ranks",
         cases={
-            "one_look": " Only rank 0 was looked at: where another rank's forward is slower and has collectives in it, "
-            "this is the wait for that rank.",
+            "one_look": " Only rank 0 was profiled: if another rank's forward is slower and has collectives, this "
+            "is the wait for that rank.",
         },
     ),
     Cause(
@@ -380,30 +380,30 @@ _ALL: Final = (
     ),
     Cause(
         "recompilation",
-        "torch.compile compiles again and again.",
-        "torch.compile compiles again and again, and the step waits for it.",
+        "torch.compile recompiles again and again.",
+        "torch.compile recompiles again and again, and the step waits for it.",
         decided_by="ms_per_step step_ms compilations ms_per_compilation",
         group="step",
         cases={
-            "sizes": "Keep the sizes: drop_last=True, or pad to a few lengths (buckets); or compile for any size with "
-            "torch.compile(dynamic=True) or torch._dynamo.mark_dynamic(tensor, dim).",
-            "number": "A number changes from step to step: pass it as a tensor, or keep it out of what is compiled.",
-            "other": "Keep that the same from step to step, or take it out of what is compiled.",
-            "unknown": "TORCH_LOGS=recompiles says which function, and why.",
+            "sizes": "Keep sizes constant: drop_last=True, or pad to a few lengths (buckets); or compile for any size "
+            "with torch.compile(dynamic=True) or torch._dynamo.mark_dynamic(tensor, dim).",
+            "number": "A number changes from step to step: pass it as a tensor, or keep it out of the compiled code.",
+            "other": "Keep it the same from step to step, or move it out of the compiled code.",
+            "unknown": "TORCH_LOGS=recompiles shows which function, and why.",
         },
     ),
     Cause(
         "garbage_collection",
         "Python's garbage collector stops the step.",
-        "Python's garbage collector stops the step: it looks through all objects, also those that stay. After the "
-        "set-up (on_train_start) call gc.collect(), gc.freeze() and gc.disable(), and then gc.collect(1) every n steps "
-        "in a callback, on each rank at the same step. Keep fewer Python objects: arrays or tensors rather than lists "
-        "and dicts of numbers.",
+        "Python's garbage collector stops the step: it scans all objects, including long-lived ones. After the set-up "
+        "(on_train_start) call gc.collect(), gc.freeze() and gc.disable(), and then gc.collect(1) every n steps in a "
+        "callback, on each rank at the same step. Keep fewer Python objects: arrays or tensors rather than lists and "
+        "dicts of numbers.",
         decided_by="ms_per_step generation_2_per_step longest_pause_ms objects_tracked",
         group="step",
         cases={
-            "asked": "The program itself asks for full collections in the step, at {where}: leave gc.collect() out "
-            "there, or call it every n steps only. gc.freeze() at the end of the set-up makes each of them shorter.",
+            "asked": "The program calls gc.collect() in the step, at {where}: remove it there, or call it only every n "
+            "steps. gc.freeze() at the end of the set-up makes each of them shorter.",
         },
     ),
 )

@@ -39,7 +39,7 @@ def render_forecast(forecast: Forecast, width: int = 80) -> str:
 def _table(forecast: Forecast) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
-    for column in ("as it was", "what if"):
+    for column in ("measured", "what if"):
         table.add_column(column, justify="right")
     for name, value in forecast.after.items():
         before = forecast.before.get(name)

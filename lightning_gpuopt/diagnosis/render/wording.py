@@ -139,7 +139,7 @@ def proof_line(proof: Proof) -> str:
 
 
 def speedup_line(comparison: Comparison) -> str | None:
-    """What one run gained over another; None where that is not known."""
+    """What one run gained over another; None if that is not known."""
     if comparison.speedup is not None:
         return f"Measured speed-up: {speedup(comparison.speedup)}"
     if comparison.steps is None or not comparison.before.step_s or not comparison.after.step_s:
@@ -193,7 +193,7 @@ def all_proofs(report: RunRecord, comparison: Comparison | None) -> list[Proof]:
 
 
 def headroom_line(report: RunRecord) -> str | None:
-    """That nothing is left to gain; None where a cause was found, or there is headroom in steps or between them."""
+    """That nothing is left to gain; None if a cause was found, or there is headroom in steps or between them."""
     if report.headroom is None or report.headroom >= HEADROOM_LEFT or report.findings:
         return None
     if sum(report.phases.get(phase, 0.0) for phase in BETWEEN_STEPS) >= HEADROOM_LEFT * report.wall_s:
@@ -202,7 +202,7 @@ def headroom_line(report: RunRecord) -> str | None:
 
 
 def measured_part(report: RunRecord) -> str:
-    """Which steps the step time is of, and how long they took; empty where that is the whole run, or not known."""
+    """Which steps the step time is of, and how long they took; empty if that is the whole run, or not known."""
     if report.step_s is None or report.measured_steps is None:
         return ""
     took_s = report.measured_steps * report.step_s
@@ -230,7 +230,7 @@ def standstill_line(report: RunRecord) -> str | None:
     unit_s, unit = (3600, "GPU-hours") if whole_s >= 3600 else (60, "GPU-minutes")
     parts = ", ".join(f"{name} {number(seconds / unit_s)}" for name, seconds in by_name.items() if seconds)
     who = "The GPU" if gpus == 1 else "The GPUs"
-    return f"{who} stood still for {number(whole_s / unit_s)} {unit}: {parts}{_money(whole_s / 3600)}"
+    return f"{who} idled for {number(whole_s / unit_s)} {unit}: {parts}{_money(whole_s / 3600)}"
 
 
 def _money(hours: float) -> str:
@@ -257,7 +257,7 @@ def lightning_line(report: RunRecord) -> str | None:
 
 
 def kernel_kinds_line(report: RunRecord) -> str | None:
-    """What the steps' work consists of, by kind, the largest first; None where nothing was looked at."""
+    """The kernels of a step by kind, the largest first; None if none were recorded."""
     kinds = sorted(report.kernel_kinds.items(), key=lambda item: -item[1])
     parts = [f"{name.replace('_', ' ')} {percent(share)}" for name, share in kinds if share >= _SMALL_KIND]
     if not parts:
@@ -268,7 +268,7 @@ def kernel_kinds_line(report: RunRecord) -> str | None:
     if summary.get("short_per_step"):
         line += f" {number(summary['short_per_step'])} are under 10 µs ({percent(summary['short_share'])} of the time)."
     if summary.get("unassigned_share"):
-        line += f" {percent(summary['unassigned_share'])} could not be assigned to a module."
+        line += f" {percent(summary['unassigned_share'])} could not be attributed to a module."
     return line
 
 
@@ -319,7 +319,7 @@ def _median_clause(gate: Gate) -> str:
 
 
 def no_proof_line(comparison: Comparison) -> str | None:
-    """Why two runs prove nothing of one another; None where they do, or where the later one has proofs of its own."""
+    """Why two runs prove nothing of one another; None if they do, or where the later one has proofs of its own."""
     if comparison.proofs or (comparison.after.proofs and not comparison.differences):
         return None
     for name, run in (("earlier", comparison.before), ("later", comparison.after)):
@@ -327,8 +327,8 @@ def no_proof_line(comparison: Comparison) -> str | None:
             return f"The {name} run was not measured. {run.why_not_measured}"
     if comparison.differences:
         names = ", ".join(name.replace("_", " ") for name in comparison.differences)
-        return f"The runs differ in {names}: what was advised before is not proved by this."
-    return "None of the settings advised before is in force after."
+        return f"The runs differ in {names}: this comparison does not verify the earlier advice."
+    return "None of the settings advised before is used in the run after."
 
 
 def comparison_rows(comparison: Comparison) -> list[tuple[str, ...]]:

@@ -103,7 +103,7 @@ class Costs:
 
 
 def _ran_ns() -> int | None:
-    """Nanoseconds that this thread has run, or has waited for a CPU; None where the kernel does not say."""
+    """Nanoseconds that this thread has run, or has waited for a CPU; None if the kernel does not say."""
     try:
         with open("/proc/thread-self/schedstat") as file:
             ran, waited, _ = file.read().split()

@@ -35,7 +35,7 @@ _TICKET_NS: Final = 200_000  # a ticket is for so much work: what taking one cos
 _ADDED: Final = 32  # processes that may be added while others run
 # batches that are made ahead take no more of the memory that is free: a node's ranks share it, and so do loaders
 _PART_OF_MEMORY: Final = 1 / 8
-_COPYING: Final = 4  # processes that copy records, where nobody says how many: memory gives no more to others
+_COPYING: Final = 4  # processes that copy records, if nobody says how many: memory gives no more to others
 _LEAST_SLOTS: Final = 256
 _MOST_SLOTS: Final = 1 << 16
 _MOST_ROWS: Final = (1 << 16) - 1  # of a ticket, whose slot and rows have two bytes each
@@ -57,8 +57,8 @@ class NotYet(Exception):
 class Engine:
     """Loader processes, and the thread that feeds them.
 
-    `first` are the indices of the first batch; `pins` is whether batches are in page-locked memory. CannotServe where
-    samples have no fixed layout in a batch; RuntimeError where a process died before it had read one.
+    `first` are the indices of the first batch; `pins` is whether batches are in page-locked memory. CannotServe if
+    samples have no fixed layout in a batch; RuntimeError if a process died before it had read one.
     """
 
     def __init__(self, loader: Any, first: Any, base_seed: int, pins: bool, device: str | None) -> None:

@@ -72,8 +72,8 @@ def _rest_of(first: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
 class EngineIterator(BaseIterator):  # type: ignore[misc]
     """A DataLoader's iterator whose loader processes fill batches sample by sample.
 
-    Others may ask it what they ask torch's: its workers, and which batches are on their way. CannotServe where samples
-    have no fixed layout in a batch; RuntimeError where a process died before it had read one.
+    Others may ask it what they ask torch's: its workers, and which batches are on their way. CannotServe if samples
+    have no fixed layout in a batch; RuntimeError if a process died before it had read one.
     """
 
     _engine: Engine | None = None

@@ -49,7 +49,7 @@ class Layout:
 
     @classmethod
     def of(cls, sample: Any, collate: Callable[[list[Any]], Any]) -> Layout | None:
-        """The layout of a dataset's samples, by one of them; None where it has parts that have no fixed layout."""
+        """The layout of a dataset's samples, by one of them; None if it has parts that have no fixed layout."""
         columns: list[Column] = []
         try:
             return cls(columns, _tree(sample, collate([sample]), columns))

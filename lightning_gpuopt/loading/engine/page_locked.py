@@ -30,14 +30,14 @@ class PinnableMapping(mmap.mmap):
         return self._registered_by == os.getpid()
 
     def register(self) -> None:
-        """Lock its pages, for copies to this thread's device; RuntimeError where CUDA cannot."""
+        """Lock its pages, for copies to this thread's device; RuntimeError if CUDA cannot."""
         if not self.is_registered:
             self._device = torch.cuda.current_device()
             self._call("cudaHostRegister", len(self), _PORTABLE)
             self._registered_by = os.getpid()
 
     def unregister(self) -> None:
-        """Unlock its pages, which no device may be reading; RuntimeError, still registered, where CUDA cannot now.
+        """Unlock its pages, which no device may be reading; RuntimeError, still registered, if CUDA cannot now.
 
         As while another thread captures a CUDA graph.
         """

@@ -24,7 +24,7 @@ from lightning_gpuopt.loading.engine.layout import Layout
 from lightning_gpuopt.loading.engine.process import DONE, READ_FIRST, SENT, TICKET, LoaderProcess
 from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, SKIPPED, Control, SharedFile
 
-_ALIVE_MS: Final = 5_000  # milliseconds between two looks whether processes live, where nothing comes
+_ALIVE_MS: Final = 5_000  # milliseconds between two looks whether processes live, if nothing comes
 _LOOK_MS: Final = 1_000  # milliseconds between two looks for samples that nobody reads, once a process has died
 
 
@@ -105,7 +105,7 @@ class LoaderPool:
     def find_layout(self, timeout_s: float) -> tuple[Layout | None, int, Costs]:
         """Have the first process read the first samples, whose indices are in slot 0, within `timeout_s`.
 
-        Gives their layout in a batch (None: they have none), how many were read, and what that took. RuntimeError where
+        Gives their layout in a batch (None: they have none), how many were read, and what that took. RuntimeError if
         the process died, or takes longer.
         """
         try:
@@ -177,7 +177,7 @@ class LoaderPool:
         with contextlib.suppress(BlockingIOError):
             written = os.write(self._tickets.fd, tickets)
         if written != len(tickets):
-            raise RuntimeError("the pipe with what is to be read is full")
+            raise RuntimeError("the index pipe is full")
 
     def _take_out(self) -> list[tuple[int, int, int]]:
         """The tickets that nobody has taken."""
@@ -199,7 +199,7 @@ class LoaderPool:
         self._put(TICKET.pack(0, 0, 0) * ends)
 
     def forget(self) -> None:
-        """All that was asked for has been handed over, or dropped."""
+        """All requested samples have been delivered or dropped."""
         self.ready.clear()
         self._sent.clear()
         self._errors.clear()
@@ -231,7 +231,7 @@ class LoaderPool:
         sent = self._sent.pop(sequence, {})
         for row, state in enumerate(states):
             if state in (ASIDE, SKIPPED) and row not in sent:
-                sent[row] = RuntimeError("what was sent of a sample is lost with the process that has read it")
+                sent[row] = RuntimeError("a sample's data is lost with the process that read it")
         raised = (sent[row] for row in sorted(sent) if is_wrapped(sent[row]) or isinstance(sent[row], Exception))
         return sent, self._errors.pop(sequence, None) or next(raised, None)
 

@@ -238,7 +238,7 @@ class _Rows:
 
 
 class _FirstRows(_Rows):
-    """The same where it is not known yet what their layout is."""
+    """The same if it is not known yet what their layout is."""
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         process = self._process

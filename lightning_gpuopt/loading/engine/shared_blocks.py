@@ -180,8 +180,8 @@ class BlockRing(Blocks):
         number, self._number = self._number, self._number + 1
         if self._number == self.most + 1:
             warnings.warn(
-                f"{self._number} batches of {self.num_bytes / 2**20:.1f} MiB are held by the program, or on their way "
-                "to it, and memory grows by each that is held: keep what is needed of a batch as a copy (.clone())",
+                f"{self._number} batches of {self.num_bytes / 2**20:.1f} MiB are held by the program or in flight, and "
+                "each held batch takes memory: keep a copy (.clone()) of what you need from a batch",
                 stacklevel=2,
             )
         os.ftruncate(self.file.fd, self._number * self.num_bytes)
@@ -204,9 +204,7 @@ class BlockRing(Blocks):
                 block.register()
             except Exception as error:
                 self.registers = False
-                warnings.warn(
-                    f"batches are not page-locked in place, but copied, since CUDA says: {error}", stacklevel=2
-                )
+                warnings.warn(f"batches are copied, not page-locked in place; CUDA's error: {error}", stacklevel=2)
         memory = memoryview(block)
         may_be_read = block.is_registered or not self.is_copied_here
         self._may_be_read |= may_be_read
@@ -311,7 +309,7 @@ class BlockRing(Blocks):
 
 
 def streams_here() -> tuple[Any, ...]:
-    """The streams to which this thread gives work to a device; none where CUDA is not in use."""
+    """The streams to which this thread gives work to a device; none if CUDA is not in use."""
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return ()
     return torch.cuda.current_stream(), torch.cuda.default_stream()

@@ -49,7 +49,7 @@ def _from_path(path: str, allow_pickle: bool, indexing: Indexing | None) -> Sour
         files = [os.path.join(path, n) for n in names if n.lower().endswith(extension) and not n.startswith(".")]
         if files and extension == ".tar" and class_names(path)[0]:
             raise ValueError(
-                f"{path}: both folders and *.tar files are in it; give {os.path.join(path, '*.tar')} for the tars, or "
+                f"{path}: it holds both folders and *.tar files; pass {os.path.join(path, '*.tar')} for the tars, or "
                 "move them away for the folders"
             )
         if files:
@@ -62,7 +62,7 @@ def _from_files(paths: list[str], given: str, indexing: Indexing | None) -> Sour
         raise FileNotFoundError(f"{given}: no file is matched by this pattern")
     for path in paths:
         if not os.path.exists(path):
-            raise FileNotFoundError(f"{path}: there is no such file or folder; give the path of a source")
+            raise FileNotFoundError(f"{path}: there is no such file or folder; pass the path of a source")
     kinds = {os.path.splitext(path)[1].lower() for path in paths}
     kind = kinds.pop()
     if kinds:
@@ -88,6 +88,6 @@ def _from_file(path: str, kind: str) -> Source:
     if kind == ".tgz" or (kind in (".gz", ".bz2", ".xz", ".zst") and ".tar" in os.path.basename(path).lower()):
         raise ValueError(f"{path}: a compressed tar, whose samples cannot be read one by one; decompress it first")
     raise ValueError(
-        f"{path}: not a source that is known; expected a folder of images with class subfolders, .tar, .h5, .hdf5, "
-        ".npy, .npz, .pt, .pth, .safetensors, .parquet, an LMDB, or a map-style Dataset"
+        f"{path}: not a known source; expected a folder of images with class subfolders, .tar, .h5, .hdf5, .npy, .npz, "
+        ".pt, .pth, .safetensors, .parquet, an LMDB, or a map-style Dataset"
     )

@@ -31,8 +31,8 @@ class _Header:
             raise ValueError(f"{where}: not a .npy file that can be read ({error})") from None
         if dtype.hasobject:
             raise ValueError(
-                f"{where}: an array of Python objects, which would need pickle; save it with a plain dtype, or give a "
-                "Dataset that makes samples of it"
+                f"{where}: an array of Python objects, which would need pickle; save it with a plain dtype, or pass a "
+                "Dataset that makes samples from it"
             )
         if not shape:
             raise ValueError(f"{where}: a single value; expected an array with a row for each sample")
@@ -66,7 +66,7 @@ class NumpySource(RowSource):
             header = _Header(stream, self.path)
         present, needed = os.path.getsize(self.path), header.data_offset + header.shape[0] * header.row_bytes
         if present < needed:
-            raise DamagedError(f"{self.path}: {present} bytes long; its header tells of {needed}: copy it again")
+            raise DamagedError(f"{self.path}: {present} bytes long; by its header {needed}: copy it again")
         return header
 
     def _npz_headers(self) -> dict[str, _Header]:
@@ -104,7 +104,7 @@ class NumpySource(RowSource):
         size = header.row_bytes
         data = os.pread(self._file.get().fileno(), size, header.data_offset + index * size)
         if len(data) != size:
-            raise DamagedError(f"{self.path}: it ends in the midst of row {index}; it is truncated, copy it again")
+            raise DamagedError(f"{self.path}: it ends in the middle of row {index}; it is truncated, copy it again")
         return np.frombuffer(data, header.dtype, count=-1 if size else 0).reshape(header.shape[1:])[()]
 
     def close(self) -> None:
@@ -120,13 +120,13 @@ class NumpySource(RowSource):
 
 
 def same_length(path: str, shapes: dict[str, tuple[int, ...]]) -> int:
-    """The first length that all arrays of a file share; ValueError where they do not, or it is zero."""
+    """The first length that all arrays of a file share; ValueError if they do not, or it is zero."""
     lengths = {name: shape[0] if shape else None for name, shape in shapes.items()}
     if len(set(lengths.values())) != 1 or None in lengths.values():
         found = ", ".join(f"{name} {'a single value' if n is None else n}" for name, n in lengths.items())
         raise ValueError(
-            f"{path}: expected arrays with the same number of rows, got {found}; give a Dataset that makes samples of "
-            "them"
+            f"{path}: expected arrays with the same number of rows, got {found}; pass a Dataset that makes samples "
+            "from them"
         )
     length = next(iter(lengths.values()))
     if not length:

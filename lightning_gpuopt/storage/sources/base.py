@@ -29,8 +29,8 @@ class Source(ABC):
 
     kind: str  # in a word or two
     path: str  # for messages; a Dataset's type where it has no path
-    classes: tuple[str, ...] | None = None  # index by label; None where there are none
-    num_bytes: int | None = None  # about, the same in each run; None where nobody knows
+    classes: tuple[str, ...] | None = None  # index by label; None if there are none
+    num_bytes: int | None = None  # about, the same in each run; None if nobody knows
     isolated: bool = False  # its library may die of a damaged file: only ever read it in a child process
     kinds: Mapping[str, Kind] = NO_KINDS  # of parts by name, where the rule of ``sources/kinds.py`` is wrong
     single_reads: bool = False  # a sample is read fast without those before it, in any process
@@ -56,7 +56,7 @@ class Source(ABC):
         return part_names(self.read(0))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Plain JSON that differs where the source differs, and not where the same source lies elsewhere."""
+        """Plain JSON that differs where the source differs, and not if the same source lies elsewhere."""
         return {"kind": self.kind, "num_samples": len(self)}
 
     def close(self) -> None:  # noqa: B027
@@ -122,7 +122,7 @@ def reading(path: str, what: str, not_of_damage: tuple[type[Exception], ...] = _
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, not_of_damage):
             raise StorageError(f"{path}: {what} ({why})") from error
-        raise DamagedError(f"{path}: {what} ({why}); copy it again from where it came") from None
+        raise DamagedError(f"{path}: {what} ({why}); copy it again from its source") from None
 
 
 def read_image(path: str) -> EncodedImage:
@@ -130,7 +130,7 @@ def read_image(path: str) -> EncodedImage:
     try:
         return EncodedImage(read_file(path))
     except OSError as error:
-        what = f"{error.strerror}; repair that, then go on with resume=True"
+        what = f"{error.strerror}; fix that, then continue with resume=True"
         raise OSError(error.errno, what, path) from error
 
 

@@ -85,7 +85,7 @@ class DatasetSource(Source):
             if is_bad_image(error):
                 raise BadImage(reason_of(error)) from error
             raise RuntimeError(
-                f"source: {self.name(index)} raised {type(error).__name__}: {error}; repair the Dataset, then go on "
+                f"source: {self.name(index)} raised {type(error).__name__}: {error}; fix the Dataset, then continue "
                 "with resume=True"
             ) from error
 
@@ -155,7 +155,7 @@ def _is_file_and_label(sample: Any) -> bool:
 
 
 def _same_image(dataset: Any, index: int) -> bool | None:
-    """Whether a sample is its file's image and label; None where it cannot be read."""
+    """Whether a sample is its file's image and label; None if it cannot be read."""
     path, label = dataset.samples[index]
     try:
         sample = dataset[index]

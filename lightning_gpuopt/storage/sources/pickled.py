@@ -71,8 +71,8 @@ class ForeignSource(Source):
             return with_kinds(find_images(pickle.loads(data)), kinds=self.kinds)
         except Exception as error:
             raise StorageError(
-                f"{self.path}: {self.name(index)} cannot be unpickled ({type(error).__name__}: {error}); what it was "
-                "pickled with must be importable, otherwise give a Dataset that reads it"
+                f"{self.path}: {self.name(index)} cannot be unpickled ({type(error).__name__}: {error}); the modules "
+                "it was pickled with must be importable, otherwise pass a Dataset that reads it"
             ) from None
 
     def close(self) -> None:
@@ -145,9 +145,7 @@ def _index(path: str, allow_pickle: bool) -> _Index:
     if isinstance(listed, (list, tuple)) and all(isinstance(key, (bytes, str)) for key in listed):
         named = [key.encode() if isinstance(key, str) else key for key in listed]
         if set(named) != set(keys):
-            raise DamagedError(
-                f"{path}: __keys__ lists {len(named)} samples, but there are {len(keys)} others than those"
-            )
+            raise DamagedError(f"{path}: __keys__ lists {len(named)} samples, but not the {len(keys)} that are there")
         keys = named
     elif all(key.isdigit() for key in keys):
         keys.sort(key=int)
@@ -181,7 +179,7 @@ def _meta_value(data: bytes, allow_pickle: bool) -> Any:
 def _pickled(path: str, name: str) -> StorageError:
     return StorageError(
         f"{path}: {name} is pickled; unpickling runs code that its author chose, so it is done only with "
-        "allow_pickle=True: give that if you trust where it came from"
+        "allow_pickle=True: pass that if you trust the source"
     )
 
 
@@ -203,6 +201,6 @@ def _refuse_truncated(path: str) -> None:
     size = os.path.getsize(_file(path))
     if size < (last_page + 1) * page_bytes:
         raise DamagedError(
-            f"{path}: {size} bytes long, but LMDB's own head tells of {(last_page + 1) * page_bytes}: it is truncated; "
-            "copy it again"
+            f"{path}: {size} bytes long, but by LMDB's header {(last_page + 1) * page_bytes}: it is truncated; copy it "
+            "again"
         )

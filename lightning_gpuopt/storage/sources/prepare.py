@@ -23,7 +23,7 @@ class ImageOptions:
 
 
 def prepare(sample: Any, options: ImageOptions) -> Any:
-    """A sample with its images checked, and made smaller where they should be; BadImage where one cannot be decoded."""
+    """A sample with its images checked, and made smaller where they should be; BadImage if one cannot be decoded."""
     kind = type(sample)
     if kind is EncodedImage:
         return _prepare_image(sample, options)

@@ -87,7 +87,7 @@ class TarIndex:
 
 
 def index_tar(path: str) -> bytes:
-    """The bytes of a tar's index; DamagedError where it is not whole, ValueError where compressed or no WebDataset."""
+    """The bytes of a tar's index; DamagedError if it is not whole, ValueError if compressed or no WebDataset."""
     names, ends, starts, numbers = bytearray(), array("I"), array("I"), array("H")
     offsets, sizes = array("Q"), array("Q")
     extensions: dict[str, int] = {}
@@ -125,7 +125,7 @@ def index_tar(path: str) -> bytes:
 
 
 def number_of(extension: str, numbers: dict[str, int], path: str) -> int:
-    """The number of an extension; the next one if it is new. ValueError where there are too many."""
+    """The number of an extension; the next one if it is new. ValueError if there are too many."""
     number = numbers.setdefault(extension, len(numbers))
     if number == _MAX_EXTENSIONS:
         raise ValueError(f"{path}: more than 65,536 different extensions; is it a WebDataset?")
@@ -133,11 +133,11 @@ def number_of(extension: str, numbers: dict[str, int], path: str) -> int:
 
 
 def open_kept(path: Path) -> memoryview:
-    """What `keep` has put into a file, which is mapped; DamagedError where it is not what was written."""
+    """What `keep` has put into a file, which is mapped; DamagedError if it is not what was written."""
     with path.open("rb") as stream:
         view = memoryview(mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ))
     if xxhash.xxh3_64_digest(view[:-8]) != view[-8:]:
-        raise DamagedError(f"{path}: not the index that was written; remove it, then go on with resume=True")
+        raise DamagedError(f"{path}: not the index that was written; remove it, then continue with resume=True")
     return view[:-8]
 
 
@@ -154,7 +154,7 @@ def write_index(item: Item) -> None:
 
 
 def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
-    """The regular files of a tar, in order; DamagedError where it is not whole."""
+    """The regular files of a tar, in order; DamagedError if it is not whole."""
     try:
         with tarfile.open(fileobj=stream, mode="r:") as tar:
             at = -1
@@ -183,15 +183,15 @@ def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:
         raise not_whole(path, f"no member begins at byte {end}")
     if any(stream.read(_LOOKED_AT)):
         _log.warning(
-            "%s: what comes after its end-of-archive marker, at byte %d, is left out; of tars that were joined "
-            "(cat a.tar b.tar) give each by itself",
+            "%s: data after its end-of-archive marker, at byte %d, is ignored; pass concatenated tars (cat a.tar "
+            "b.tar) separately",
             path,
             end,
         )
 
 
 def read_sparse(path: str, offset: int) -> bytes:
-    """A sparse file of a tar, with its holes, by its header's offset; DamagedError where it is not there."""
+    """A sparse file of a tar, with its holes, by its header's offset; DamagedError if it is not there."""
     with open(path, "rb") as stream:
         stream.seek(offset)
         try:
@@ -211,4 +211,4 @@ def _is_compressed(stream: BinaryIO) -> str | None:
 
 
 def not_whole(path: str, why: str) -> DamagedError:
-    return DamagedError(f"{path}: not a whole tar ({why}); copy it again from where it came, or leave it out")
+    return DamagedError(f"{path}: not a whole tar ({why}); copy it again from its source, or remove it")

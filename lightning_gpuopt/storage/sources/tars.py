@@ -73,7 +73,7 @@ class TarSource(Source):
         try:
             directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            what = f"cannot keep the indexes of tars here: {error.strerror}; give a path where you may write"
+            what = f"cannot write the indexes of tars here: {error.strerror}; pass a writable path"
             raise OSError(error.errno, what, str(directory)) from None
         try:
             indexing.run(tar_index.write_index, indexing.in_turn(items))
@@ -185,7 +185,7 @@ def _read_member(path: str, handle: int, offset: int, size: int) -> bytes:
     while len(data) < size:  # one call gives at most 2 GiB
         more = os.pread(handle, size - len(data), offset + len(data))
         if not more:
-            raise tar_index.not_whole(path, f"it ends at byte {offset + len(data)}, in the midst of a member")
+            raise tar_index.not_whole(path, f"it ends at byte {offset + len(data)}, in the middle of a member")
         data += more
     return data
 

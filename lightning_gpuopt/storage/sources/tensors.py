@@ -38,7 +38,7 @@ class SavedSource(RowSource):
         if not tensors or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
             raise ValueError(
                 f"{path}: expected a tensor, a tuple or dict of tensors, or a list of samples, got "
-                f"{_described(saved)}; give a Dataset that makes samples of it"
+                f"{_described(saved)}; pass a Dataset that makes samples from it"
             )
         for name, each in tensors.items():
             refuse_unstorable(each, f"{path}: its tensor{f' {name}' * bool(name)}")
@@ -59,8 +59,8 @@ class SavedSource(RowSource):
         except Exception as error:  # of every type, where the bytes are others
             if (found := _TYPE.search(str(error))) is not None:
                 raise ValueError(
-                    f"{self.path}: it holds {found[1]}; expected tensors, numbers, text and containers of these: give "
-                    "a Dataset that makes samples of it"
+                    f"{self.path}: it holds {found[1]}; expected tensors, numbers, text and containers of these: pass "
+                    "a Dataset that makes samples from it"
                 ) from None
             what = "not a file of torch.save that can be read"
             raise DamagedError(f"{self.path}: {what} ({_first_line(error)}); copy it again") from None

@@ -63,19 +63,19 @@ def build_lmdb(
     kinds: Mapping[str, Kind] | None = None,
     max_skipped: float = MAX_SKIPPED,
 ) -> LMDBInfo:
-    """Build a dataset at `path` from any source; it is there when it is whole, and not before.
+    """Build a dataset at `path` from any source; it appears there only once it is complete.
 
     The order is the source's, unless `shuffle_seed` is given. The result is the same whatever `num_proc`, `executor`
-    and `part` are, and whether or not it was interrupted. Images are stored as they came, unless `image_size` asks for
-    smaller ones. Guide: ``docs/lmdb.md``.
+    and `part` are, and whether or not it was interrupted. Images are stored unchanged, unless `image_size` makes them
+    smaller. Guide: ``docs/lmdb.md``.
 
-    Image files are photographs, which are read as upright RGB, but for these, which keep mode and values: a part of a
-    sample that is named mask, seg, label or depth (a word of its extension, column or key), and in samples of several
-    images those of mode P, 1, I, I;16 or F. PIL images that a Dataset returns come back with the pixels that they have.
+    Image files are photographs, which are read as upright RGB. Exceptions keep mode and values: a part of a sample
+    named mask, seg, label or depth (a word of its extension, column or key), and in samples of several images those of
+    mode P, 1, I, I;16 or F. PIL images that a Dataset returns keep their pixels.
 
-    Where a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard by
-    ``torch.initial_seed()``, so that no two processes draw the same and the result does not depend on `num_proc`. In
-    threads of an executor one shard at a time is read, for that reason.
+    If a Dataset draws random numbers from Python, numpy or torch, these are seeded for each shard from
+    ``torch.initial_seed()``: no two processes draw the same numbers, and the result does not depend on `num_proc`. For
+    that reason, threads of an executor read one shard at a time.
 
     Args:
         source: A folder with a subfolder of images for each class; one or several WebDataset ``*.tar`` (a path, a
@@ -83,16 +83,16 @@ def build_lmdb(
             fit in memory) or Parquet file; tensors in ``.pt``, ``.pth`` or ``.safetensors``; an LMDB of files, or with
             `allow_pickle` one of pickled values; a map-style Dataset; a dataset of this package. Of a Dataset like
             torchvision's ``ImageFolder``, without transforms, the image files themselves are stored.
-        path: Where the dataset is to be, a directory.
-        num_proc: How many processes build, a shard each.
-        executor: Whose workers build in place of processes of our own, here or on machines that see the same file
-            system: any ``concurrent.futures.Executor``, such as Dask's ``client.get_executor()`` or mpi4py's. A
-            source's paths must be the same there; a Dataset is pickled with each shard. It is not shut down. A shard
-            whose worker is lost is sent again, three times in all.
+        path: The dataset's directory.
+        num_proc: Number of processes, each building a shard.
+        executor: Its workers build instead of local processes, here or on machines that see the same file system: any
+            ``concurrent.futures.Executor``, such as Dask's ``client.get_executor()`` or mpi4py's. A source's paths must
+            be the same there; a Dataset is pickled with each shard. It is not shut down. A shard whose worker is lost
+            is sent again, three times in all.
         part: ``(i, n)``: do the i-th (from 0) of n parts of the work, here or on another machine that sees the same
             file system. When all are done, the same call without `part` and with ``resume=True`` joins them.
         progress: Show how far it is on stderr: a bar in a terminal, else a line every ten seconds.
-        resume: Go on with a build that was interrupted, if there is one. Where it is finished already, nothing is
+        resume: Go on with a build that was interrupted, if there is one. If it is finished already, nothing is
             done. Files of the source that are not stored yet may have changed, gone or come since (of folders, tars and
             Parquet files, without `shuffle_seed` and `part`).
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
@@ -105,29 +105,29 @@ def build_lmdb(
             were, with the EXIF orientation applied. Masks and depth maps are resized with nearest neighbour and stay
             lossless.
         image_quality: The JPEG quality (1 to 95) of images that are made smaller.
-        check: How images are checked: ``"header"`` looks at the header and the end of a JPEG and at the checksums of a
-            PNG, and decodes others; ``"decode"`` decodes every image in full, which takes several times as long.
+        check: How images are checked: ``"header"`` checks the header and the end of a JPEG and the checksums of a PNG,
+            and decodes others; ``"decode"`` decodes every image in full, which takes several times as long.
         shuffle_seed: Store the samples in the random order of this seed (0 or more), so that neighbours are of
             different classes, as a later ``shuffle_window`` needs. None: in the source's order. HDF5 and Parquet are
             slow to read at random: build them in order, then build the shuffled dataset from that one.
-        kinds: What the image files of parts are, where the rule above is wrong: ``{"mask.png": "exact", "jpg":
+        kinds: What the image files of parts are, if the rule above is wrong: ``{"mask.png": "exact", "jpg":
             "photograph"}``, by a member's extension in a tar, a column's name, a key.
-        max_skipped: Share of the source's samples, 0-1. Once at least ten images are bad, and more than so many, the
-            build stops, and `resume` goes on.
+        max_skipped: Share of the source's samples, 0-1. Once at least ten images are bad and exceed this share, the
+            build stops; `resume` continues it.
 
     Returns:
-        What the dataset holds; with `part`, what this part of it does, unless it is finished.
+        The dataset's `LMDBInfo`; with `part`, this part's, unless the dataset is finished.
 
     Raises:
         FileNotFoundError: There is no such source.
-        FileExistsError: There is something at `path`, or an unfinished build beside it, or with `resume` a dataset that
-            was built from something else.
+        FileExistsError: `path` exists, or an unfinished build is next to it, or with `resume` the dataset was built
+            from something else.
         ValueError: An argument is wrong, or the source is empty.
         TypeError: A sample of the source is of a type that cannot be stored.
         StorageError: The source is damaged or all its images are broken, or more than `max_skipped`; another process
             builds there, a process of the build died, an executor's workers were lost or see another file system, or an
             image is broken and `strict` is set.
-        OSError: The disk is full, one may not write there, or a file of the source cannot be read.
+        OSError: The disk is full, the path is not writable, or a file of the source cannot be read.
         RuntimeError: A Dataset raised an error; it is the cause.
 
     Example::
@@ -160,7 +160,7 @@ def build_lmdb(
         if resume and (manifest := _finished(Path(path), plan, overwrite)) is not None:
             if strict and manifest.num_skipped:
                 raise FileExistsError(
-                    f"{os.fspath(path)}: the dataset there is finished, and leaves {manifest.num_skipped} samples out, "
+                    f"{os.fspath(path)}: the dataset there is finished, but skipped {manifest.num_skipped} samples, "
                     "which strict=True does not allow; give overwrite=True to build it again"
                 )
             _log.info("%s: finished already, nothing to do", path)
@@ -181,11 +181,11 @@ def build_lmdb(
 
 @contextlib.contextmanager
 def _how_to_go_on(path: Path, go_on: str) -> Iterator[None]:
-    """Have an interruption, or an error of the storage, say how to go on."""
+    """Add to an interruption, or a storage error, how to continue."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"{path}: interrupted; run the build again with {go_on} to go on") from None
+        raise KeyboardInterrupt(f"{path}: interrupted; run the build again with {go_on} to continue") from None
     except OSError as error:
         if error.errno not in _NO_SPACE or "resume=True" in str(error):
             raise
@@ -209,7 +209,7 @@ def _plan(job: Job, per_shard: int) -> Plan:
 
 
 def _finished(path: Path, plan: Plan, overwrite: bool) -> Manifest | None:
-    """The dataset at `path`, if the plan would build the same; FileExistsError where another may not be replaced."""
+    """The dataset at `path`, if the plan would build the same; FileExistsError if another may not be replaced."""
     if overwrite:
         return None  # what the source holds may have changed under the same names
     if (manifest := finished_dataset(path)) is None:
@@ -249,7 +249,7 @@ def _check_executor(executor: Any, num_proc: int, part: Any) -> None:
     if not callable(getattr(executor, "submit", None)):
         refuse("executor", "a concurrent.futures.Executor, or None", executor, wrong_type=True)
     if num_proc != 1:
-        refuse("num_proc", "1 with executor=, whose workers build", num_proc)
+        refuse("num_proc", "1 with executor=, whose workers do the building", num_proc)
     if part is not None:
         refuse("part", "None with executor=, which has all parts built", part)
 
@@ -257,7 +257,7 @@ def _check_executor(executor: Any, num_proc: int, part: Any) -> None:
 def _refuse_inside(source: Source, path: str | os.PathLike[str]) -> None:
     target, folder = os.path.realpath(path), os.path.realpath(source.path)
     if source.kind == "image folder" and target.startswith(folder + os.sep):
-        raise ValueError(f"{os.fspath(path)}: it lies in the source, {source.path}; give a path outside of it")
+        raise ValueError(f"{os.fspath(path)}: it is inside the source, {source.path}; pass a path outside of it")
 
 
 class _SkipLimit:
@@ -278,8 +278,8 @@ class _SkipLimit:
         named = "\n".join(f"  {each.name}: {each.reason}" for each in self._first)
         raise StorageError(
             f"{self._source.path}: {self._count} of {len(self._source)} samples cannot be decoded so far, more than "
-            f"max_skipped={self._most:g} allows; repair them, or give a larger max_skipped, then go on with "
-            f"{self._go_on}. The first:\n{named}"
+            f"max_skipped={self._most:g} allows; fix them, or raise max_skipped, then continue with {self._go_on}. The "
+            f"first:\n{named}"
         )
 
 
@@ -338,7 +338,7 @@ def _publish(job: Job, staging: Staging, shards: tuple[Shard, ...]) -> LMDBInfo:
     staging.publish(manifest)
     if first is not None:
         warnings.warn(
-            f"{staging.path}: {num_skipped} of {len(source)} samples are left out, their images cannot be decoded "
+            f"{staging.path}: {num_skipped} of {len(source)} samples are skipped, since their images cannot be decoded "
             f"(the first: {first.name}: {first.reason}); {staging.path / SKIPPED} lists them",
             stacklevel=4,  # build_lmdb's caller
         )

@@ -26,7 +26,7 @@ MAY_DIFFER: Final = (
 
 
 def hashes_of(source: Source, indices: Iterable[int]) -> Hashes | None:
-    """Of these samples; None where the source has nothing that tells one from another."""
+    """Of these samples; None if the source has nothing that tells one from another."""
     found = []
     for index in indices:
         if (identity := source.identity(index)) is None:
@@ -41,7 +41,7 @@ def hashes_file(directory: Path, number: int) -> Path:
 
 
 def stored_hashes(directory: Path, number: int) -> Hashes | None:
-    """Which samples a shard was made of; None where that is not known."""
+    """Which samples a shard was made of; None if that is not known."""
     try:
         return np.fromfile(hashes_file(directory, number), np.uint64)
     except OSError:
@@ -71,7 +71,7 @@ def place_shards(
     """Where the shards begin (the number of samples last), and which finished ones stay: as many as may be.
 
     A finished shard does not stay where samples of it are gone, or where samples that no other shard could take lie
-    before or among its own. ValueError where of most finished shards stored samples are gone, reordered or there twice.
+    before or among its own. ValueError if of most finished shards stored samples are gone, reordered or there twice.
     """
     order = np.argsort(now, kind="stable")
     ranked = now[order]
@@ -132,18 +132,18 @@ def place_build(
     starts: list[int] | None,
     stored: Mapping[int, Hashes | None],
 ) -> tuple[list[int], set[int]]:
-    """As `place_shards`, of an unfinished build; a ValueError's text is empty where the plans' difference says why.
+    """As `place_shards`, of an unfinished build; a ValueError's text is empty if the plans' difference says why.
 
     `found` and `starts` are those that it was begun with; None: each shard has as many samples as the plan says.
     """
     if any(found.get(name) != plan.get(name) for name in {**found, **plan} if name not in MAY_DIFFER):
         raise ValueError("")
     if "shuffle_seed" in plan:
-        raise ValueError("in a shuffled build all samples have other places then")
+        raise ValueError("in a shuffled build all samples would get other positions")
     known = {number: hashes for number, hashes in stored.items() if hashes is not None}
     now = hashes_of(source, range(len(source)))
     if now is None or len(known) < len(stored):
-        raise ValueError("which samples are stored is not known")
+        raise ValueError("the stored samples are unknown")
     per_shard, count = found["samples_per_shard"], found["source num_samples"]
     skipped = {number: [place for place, *_ in skipped_rows(directory, number)] for number in known}
     return place_shards(known, starts or shard_starts(count, per_shard), now, per_shard, skipped)

@@ -83,7 +83,7 @@ def build_shard(job: Job, number: int, report: Report) -> None:
 def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float] = time.perf_counter) -> Filled:
     """Write the samples of a shard, with the process's random numbers seeded for it; report a few times a second.
 
-    ValueError where the samples have no such part as `kinds` names, StorageError for a broken image where `strict` is
+    ValueError if the samples have no such part as `kinds` names, StorageError for a broken image where `strict` is
     set, TypeError for a sample that cannot be stored.
     """
     skipped: list[tuple[int, SkippedSample]] = []
@@ -124,7 +124,7 @@ def check_kinds(source: Source) -> None:
 
 
 def finish_shard(job: Job, filled: Filled) -> None:
-    """Read a shard back and make it durable; DamagedError where the disk gives back something else."""
+    """Read a shard back and make it durable; DamagedError if the disk gives back something else."""
     try:
         if filled.skipped:  # first: a shard that is finished is not built again
             rows = [[place, row.name, row.reason] for place, row in filled.skipped]
@@ -145,7 +145,7 @@ def _encode(job: Job, index: int) -> codec.Encoded:
     except Exception as error:  # of the file that an image was opened from
         raise RuntimeError(
             f"{job.source.path}: {job.source.name(index)}: its image cannot be read ({type(error).__name__}: {error}); "
-            "repair that, then go on with resume=True"
+            "fix that, then continue with resume=True"
         ) from error
     try:
         return codec.encode(sample)
@@ -157,8 +157,8 @@ def _skip(job: Job, index: int, error: BadImage) -> SkippedSample:
     name = job.source.name(index)
     if job.strict:
         raise StorageError(
-            f"{job.source.path}: {name}: cannot be decoded ({error}); repair or remove it, then go on with "
-            "resume=True, or without strict=True to leave such images out"
+            f"{job.source.path}: {name}: cannot be decoded ({error}); repair or remove it, then continue with "
+            "resume=True, or without strict=True to skip such images"
         ) from None
     return SkippedSample(index, name, str(error))
 

@@ -23,7 +23,7 @@ _NO_LOCKS: Final = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class Locks:
     """What this process has locked in a directory: one part (i, n) of the work, or with None all of it.
 
-    The directory is made where it is missing. StorageError where another process is at work there.
+    The directory is made where it is missing. StorageError if another process is at work there.
     """
 
     def __init__(self, directory: Path, path: Path, part: tuple[int, int] | None) -> None:
@@ -99,7 +99,7 @@ class Locks:
         except (OSError, ValueError):
             who = ""
         return StorageError(
-            f"{self._path}: {what}{f' ({who})' if who else ''}; wait until it has ended, or give another path"
+            f"{self._path}: {what}{f' ({who})' if who else ''}; wait until it has ended, or choose another path"
         )
 
 

@@ -32,7 +32,7 @@ def build_shards(job: Job, numbers: Sequence[int], num_proc: int, path: str, rep
     """Build shards, each finished when it is done with; the first failure is raised after all else has ended.
 
     With one process it is this one, unless the source may kill the one that reads it. What `report` raises ends the
-    build. StorageError where a process died, or none may be started here.
+    build. StorageError if a process died, or none may be started here.
     """
     if num_proc == 1 and not job.source.isolated:
         with given_back():
@@ -52,7 +52,7 @@ def run_in_processes(
     """Call a function with each item, in processes of our own; the first failure is raised (StorageError: one died)."""
     if multiprocessing.current_process().daemon:
         raise StorageError(
-            f"{path}: this process is a daemon, which may not start others; give num_proc=1, or build outside of it"
+            f"{path}: this process is a daemon, which cannot start others; use num_proc=1, or build outside of it"
         )
     with _workers(task, min(num_proc, len(items))) as workers:
         _feed(workers, list(items), path, name, report)
@@ -132,10 +132,10 @@ def _death(worker: _Worker, path: str, name: Callable[[T], str]) -> StorageError
         if -code == signal.SIGKILL:
             how += ", perhaps because memory ran out"
         elif -code in (signal.SIGSEGV, signal.SIGBUS):
-            how += ", as happens when a library meets a damaged file"
+            how += ", as happens when a library reads a damaged file"
     return StorageError(
-        f"{path}: the process that built {name(*worker.item)} {how}; the shards that are finished are kept: run the "
-        "build again with resume=True"
+        f"{path}: the process that built {name(*worker.item)} {how}; the finished shards are kept: run the build again "
+        "with resume=True"
     )
 
 

@@ -22,18 +22,18 @@ _OUR_FILE: Final = re.compile(
 
 
 def check_target(path: Path, overwrite: bool) -> None:
-    """Raise FileExistsError where a path holds something that must stay."""
+    """Raise FileExistsError if a path holds something that must stay."""
     if not os.path.lexists(path):
         return
     if not path.is_dir():
-        raise FileExistsError(f"{path}: there is a file of that name; give another path, or move it away")
+        raise FileExistsError(f"{path}: there is a file of that name; choose another path, or move it away")
     if not overwrite:
         raise FileExistsError(f"{path}: it exists already; give overwrite=True to replace it, or another path")
     strange = sorted(name for name in os.listdir(path) if not _OUR_FILE.fullmatch(name))
     if strange:
         raise FileExistsError(
-            f"{path}: it holds {strange[0]!r}, which is no part of a lightning-gpuopt dataset, and is not deleted; "
-            "give another path, or move it away"
+            f"{path}: it holds {strange[0]!r}, which is not part of a lightning-gpuopt dataset and is not deleted; "
+            "choose another path, or move it away"
         )
 
 

@@ -44,9 +44,9 @@ class Staging:
     """An unfinished dataset: begun or resumed, and published or left for a resume.
 
     `plan` is plain JSON that all runs at work on the dataset share; a `part` (i, n) owns the shards whose number modulo
-    n is i, and cannot publish. `place` gets another plan that the build was begun with, where its shards began, and the
+    n is i, and cannot publish. `place` gets another plan that the build was begun with, if its shards began, and the
     samples of the finished ones; it gives where shards begin now, and which stay, or raises ValueError with the reason
-    (None: only its own plan will do). FileExistsError where something must stay, StorageError where another process
+    (None: only its own plan will do). FileExistsError if something must stay, StorageError if another process
     builds here or the plan differs.
     """
 
@@ -76,7 +76,7 @@ class Staging:
         except OSError as err:
             if err.errno not in _NO_ENTRY:
                 raise
-            why = f"cannot build a dataset here: {err.strerror}; give a path where you may write"
+            why = f"cannot build a dataset here: {err.strerror}; pass a writable path"
             raise OSError(err.errno, why, str(path)) from None
         try:
             recover(self.path)
@@ -127,8 +127,8 @@ class Staging:
             durable.sync_directory(self.directory)
         elif number not in self.finished():
             raise StorageError(
-                f"{done}: a worker has finished this, and it is not seen here; let all machines see one folder at once "
-                "(of NFS: mount it without attribute caching), then go on with resume=True"
+                f"{done}: a worker has finished this, but it is not visible here; make sure that all machines see the "
+                "folder's current state (NFS: mount it without attribute caching), then continue with resume=True"
             )
         remove(done)
 
@@ -137,7 +137,7 @@ class Staging:
         return self._locks.kept_from_children()
 
     def publish(self, manifest: Manifest) -> None:
-        """Rename it to `path`, durably; FileExistsError where something that must stay is there by now."""
+        """Rename it to `path`, durably; FileExistsError if something that must stay is there by now."""
         assert self._part is None, "a part does not publish"
         if (self.directory / SKIPPED).exists():
             with (self.directory / SKIPPED).open("rb") as stream:
@@ -198,7 +198,7 @@ class Staging:
         self.shard_starts = notes.shard_starts  # in the source, then the number of its samples; None: as the plan says
 
     def _guard(self, found: Plan | None, notes: Notes, resume: bool) -> None:
-        """Raise FileExistsError or StorageError where an unfinished build would be lost, or cannot be gone on with."""
+        """Raise FileExistsError or StorageError if an unfinished build would be lost, or cannot be gone on with."""
         there = self._what_is_there(notes)
         if not (self._overwrite or resume):
             raise FileExistsError(
@@ -208,15 +208,15 @@ class Staging:
         if not self.finished():
             return
         if not resume:
-            _log.warning("%s: the unfinished build there is thrown away: %s", self.directory, there)
+            _log.warning("%s: the unfinished build there is deleted: %s", self.directory, there)
         elif found is None:
             raise StorageError(
-                f"{self.directory}: the unfinished build there does not say how it was begun, its {PLAN} is gone or "
-                f"damaged; give overwrite=True without resume=True to throw it away ({there})"
+                f"{self.directory}: the unfinished build there does not say how it was begun, its {PLAN} is missing or "
+                f"damaged; give overwrite=True without resume=True to delete it ({there})"
             )
 
     def _go_on_with(self, found: Plan, notes: Notes) -> tuple[Notes, set[int]]:
-        """How to go on with a build of another plan, and which finished shards stay; StorageError where it cannot."""
+        """How to go on with a build of another plan, and which finished shards stay; StorageError if it cannot."""
         why = ""
         if self._part is None and self._place is not None:
             stored = {number: stored_hashes(self.directory, number) for number in self.finished()}
@@ -229,8 +229,8 @@ class Staging:
         what = f"{self.directory}: the unfinished build there was begun differently ({differs}); "
         if self._part is None:
             what += (
-                f"give overwrite=True without resume=True to throw it away ({self._what_is_there(notes)}), or "
-                "resume=True and all else as it was begun to go on with it"
+                f"give overwrite=True without resume=True to delete it ({self._what_is_there(notes)}), or resume=True "
+                "and the original arguments to continue it"
             )
         else:
             what += "start all parts with the same arguments, or remove that directory first"
@@ -294,7 +294,7 @@ def finished_directory(directory: Path, number: int) -> Path:
 
 
 def finished_dataset(path: Path) -> Manifest | None:
-    """The finished dataset at a path, or None; FileExistsError where an unfinished build is to replace it."""
+    """The finished dataset at a path, or None; FileExistsError if an unfinished build is to replace it."""
     try:
         manifest = Manifest.load(path)
     except (FileNotFoundError, StorageError):
@@ -303,6 +303,6 @@ def finished_dataset(path: Path) -> Manifest | None:
     if read_plan(beside)[0] is not None:
         raise FileExistsError(
             f"{os.fspath(path)}: the dataset there is finished, and an unfinished build that is to replace it is "
-            f"next to it ({beside}); give overwrite=True and resume=True to go on with that, or remove it"
+            f"next to it ({beside}); give overwrite=True and resume=True to continue that, or remove it"
         )
     return manifest

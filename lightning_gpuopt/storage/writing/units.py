@@ -55,7 +55,7 @@ def build_units(
 ) -> None:
     """Build shards by an executor, which is neither waited for when it is idle nor shut down.
 
-    A Dataset is sent with each unit, paths are not. What `report` raises ends the build. StorageError where a unit was
+    A Dataset is sent with each unit, paths are not. What `report` raises ends the build. StorageError if a unit was
     lost with its worker three times, the executor takes no more, or its workers do not see the directory or the source.
     """
     paths = _paths(source)
@@ -100,8 +100,8 @@ def send(
 
     def failure(what: str, error: Exception) -> StorageError:
         return StorageError(
-            f"{path}: {what} ({type(error).__name__}: {error}); {finished} of {len(items)} that were to be done are "
-            "finished and kept: run the build again with resume=True"
+            f"{path}: {what} ({type(error).__name__}: {error}); {finished} of {len(items)} are finished and kept: run "
+            "the build again with resume=True"
         )
 
     try:
@@ -110,7 +110,7 @@ def send(
                 try:
                     future: Any = executor.submit(task, *waiting[0])
                 except Exception as error:
-                    raise failure("the executor takes no more work", lost or error) from error
+                    raise failure("the executor accepts no more work", lost or error) from error
                 if not isinstance(future, Future):
                     expected = "a concurrent.futures.Executor (of Dask: client.get_executor())"
                     refuse("executor", expected, executor, wrong_type=True)
@@ -160,8 +160,8 @@ def index_unit(task: Callable[[Item], None], item: Item, attempt: int) -> Outcom
 
 def _not_seen(directory: Path | str) -> StorageError:
     return StorageError(
-        f"{directory}: a worker on {socket.gethostname()} does not see this folder; give a path for the dataset that "
-        "all workers of the executor see"
+        f"{directory}: a worker on {socket.gethostname()} does not see this folder; choose a dataset path that all "
+        "workers of the executor see"
     )
 
 
@@ -228,8 +228,8 @@ def _job(marker: Path, dataset: Any) -> Job:
 
 def _no_index(task: Callable[[Item], None], items: Sequence[Item]) -> None:
     raise StorageError(
-        f"{len(items)} tars have changed since they were indexed, or a worker on {socket.gethostname()} finds others "
-        "there; give paths that are the same for all workers of the executor, and build again"
+        f"{len(items)} tars have changed since they were indexed, or a worker on {socket.gethostname()} finds other "
+        "files there; use paths that are the same for all workers of the executor, and build again"
     )
 
 
@@ -240,11 +240,11 @@ def _refuse_other(source: Source, directory: Path, coordinator: list[Any]) -> No
     if (wanted := {name: plan.get(name) for name in seen}) != seen:
         raise StorageError(
             f"{source.path}: a worker on {socket.gethostname()} finds another source there than the build "
-            f"({difference(wanted, seen)}); give a path that is the same for all workers of the executor"
+            f"({difference(wanted, seen)}); use a path that is the same for all workers of the executor"
         )
     if source.isolated and coordinator == _this_process():
         raise StorageError(
-            f"{source.path}: a damaged one may kill the process that reads it, so it is not read in threads; give an "
+            f"{source.path}: a damaged one can kill the process that reads it, so it is not read in threads; use an "
             "executor of processes, or num_proc="
         )
 
@@ -264,7 +264,7 @@ def _this_process() -> list[Any]:
 
 
 def _paths(source: Any) -> str | list[str] | None:
-    """The source's paths, for workers that are elsewhere; None where it is a Dataset."""
+    """The source's paths, for workers that are elsewhere; None if it is a Dataset."""
     if isinstance(source, (str, os.PathLike)):
         return os.path.abspath(source)
     if isinstance(source, (list, tuple)) and all(isinstance(each, (str, os.PathLike)) for each in source):

@@ -15,7 +15,7 @@ VARIABLE = "LIGHTNING_GPUOPT_WATCH"
 
 
 def callbacks() -> list[Any]:
-    """The callbacks of a watched Trainer: none where anything goes wrong, which is noted for the command."""
+    """The callbacks of a watched Trainer: none if anything goes wrong, which is noted for the command."""
     try:
         from lightning_gpuopt.watch.factory import watched_callbacks
 

@@ -119,11 +119,11 @@ class TestAdvice:
 
     def test_unused_parameters_that_were_looked_for_in_vain(self) -> None:
         advice = self.advice(replace(DDP, find_unused_parameters=True, unused=False))
-        assert "leave out find_unused_parameters=True (no parameter was unused; static_graph=True" in advice
+        assert "remove find_unused_parameters=True (no parameter was unused; static_graph=True" in advice
         assert "find_unused_parameters" not in self.advice(replace(DDP, find_unused_parameters=True, unused=True))
         assert "find_unused_parameters" not in self.advice(DDP)
         unknown = self.advice(replace(DDP, find_unused_parameters=True, unused=None))
-        assert "(where every parameter is used;" in unknown
+        assert "(if every parameter is used;" in unknown
 
     def test_views_of_the_buckets(self) -> None:
         assert "gradient_as_bucket_view=True" in self.advice(DDP)

@@ -73,7 +73,7 @@ def transfer_is_right(found: Finding, of: Measurement) -> bool:
         return data_ms + collate_ms < number(found, "ms_per_step") + 2.0
     if found.advice.startswith("Batches are finished"):
         return number(found, "queue_empty_percent") <= 30
-    assert found.advice.startswith("The samples are read quickly")
+    assert found.advice.startswith("Samples are read quickly")
     each = number(found, "num_workers")
     return (data_ms - collate_ms) / each <= number(found, "ms_per_step") + ROUNDED
 

@@ -85,7 +85,7 @@ def test_a_late_batch_is_told_who_would_read_sample_by_sample(datamodule: str | 
     late = workers(data_s=0.04, cpu=0.5, unevenness=4.0)
     finding = find(late, queues=LATE, host=host(0.1), source=source)
     assert finding.cause == "head_of_line"
-    text = f"{datamodule} reads this dataset sample by sample: there a slow sample delays its own batch only"
+    text = f"{datamodule} loads this dataset sample by sample: a slow sample then delays only its own batch"
     assert (text in finding.advice) == (datamodule is not None)
 
 
@@ -97,7 +97,7 @@ def test_where_other_programs_have_the_cpus_it_says_so(worker_cpu: float, others
         f"Other programs use about {others} of the 8 CPUs, and the workers wait for them: "
     )
     own = host(worker_cpu, queued=1 - worker_cpu, free=0.0, process_cpus=4.5)
-    assert "use all the CPU there is" in find(busy, host=own).advice
+    assert "use all available CPU time" in find(busy, host=own).advice
 
 
 def test_one_worker_whose_batches_lie_ready_is_not_what_training_waits_for() -> None:
@@ -227,7 +227,7 @@ def test_a_machine_short_of_memory_gets_no_more_workers(short: dict[str, float])
 
 def test_the_advice_names_what_does_it() -> None:
     storage = find(workers(data_s=BUSY_S, cpu=0.05), queues=EVEN, host=host(0.05)).advice
-    assert "NumWorkersFinder() finds the number" in storage
+    assert "NumWorkersFinder() finds and sets the number" in storage
     assert "LMDBDataModule" in storage
     assert "LMDBDataModule" in find(workers(data_s=BUSY_S, cpu=0.9), host=host(0.9, free=0.0)).advice
 
@@ -319,9 +319,9 @@ class TestThreadsOfWorkers:
         finding = self.found(8.0)
         assert (finding.cause, finding.evidence["threads_per_worker"]) == ("cpu_saturated", 8.0)
         assert finding.advice.startswith(
-            "Each worker computes in 8 threads of its own, and 2 workers make that 16 for 8 CPUs: give each one "
-            "thread, in worker_init_fn by cv2.setNumThreads(0) (OpenCV) and torch.set_num_threads(1), for OpenMP and "
-            "BLAS by OMP_NUM_THREADS=1 in the environment. The workers use all the CPU there is"
+            "Each worker runs 8 threads, so 2 workers run 16 threads on 8 CPUs: give each worker one thread. In "
+            "worker_init_fn call cv2.setNumThreads(0) (OpenCV) and torch.set_num_threads(1); for OpenMP and BLAS set "
+            "OMP_NUM_THREADS=1 in the environment. The workers use all available CPU time"
         )
 
     def test_as_many_as_cpus_are_evidence_alone(self) -> None:
@@ -332,7 +332,7 @@ class TestThreadsOfWorkers:
     def test_workers_that_are_advised_count(self) -> None:
         finding = self.found(4.0, free=6.0)
         assert (finding.cause, finding.settings["num_workers"] > 2) == ("slow_transform", True)
-        assert "Each worker computes in 4 threads" in finding.advice
+        assert "Each worker runs 4 threads" in finding.advice
 
     def test_the_cpus_of_a_pool_are_not_those_of_other_programs(self) -> None:
         activity = host(1.0, free=0.0, process_cpus=0.5, worker_threads=4.0, worker_runnable=4.0, worker_cpus=3.5)

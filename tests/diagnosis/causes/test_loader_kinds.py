@@ -41,7 +41,7 @@ def test_a_kind_of_its_own_is_evidence() -> None:
     [
         (THREADS, host(0.9), "slow_transform", "The graph's 2 workers compute all the time"),
         (THREADS, host(0.1), "slow_storage", "The graph's 2 workers mostly wait"),
-        (replace(THREADS, work="processes"), host(0.9, free=0.1), "cpu_saturated", "The workers use all the CPU"),
+        (replace(THREADS, work="processes"), host(0.9, free=0.1), "cpu_saturated", "The workers use all available CPU"),
         (replace(THREADS, num_workers=0), host(None), "main_process_loading", "ParallelMapper(..., num_workers=N"),
         (replace(THREADS, kind="iterable"), host(0.1), "main_process_loading", "is not a DataLoader"),
     ],

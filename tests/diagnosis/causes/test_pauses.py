@@ -39,7 +39,7 @@ def test_a_program_that_asks_for_collections_is_told_where() -> None:
     asked = replace(OFTEN, where="training_step (model.py:12)", where_share=0.9)
     (finding,) = diagnose(measurement(stopped, collections=asked), 0.1)
     assert finding.evidence["where"] == "90 % training_step (model.py:12)"
-    assert "at training_step (model.py:12): leave gc.collect() out" in finding.advice
+    assert "at training_step (model.py:12): remove it there" in finding.advice
 
 
 def test_one_long_collection_is_a_note() -> None:
@@ -47,8 +47,8 @@ def test_one_long_collection_is_a_note() -> None:
     measured = measurement(stopped, collections=replace(OFTEN, longest_s=1.2))
     assert diagnose(measured, 0.1) == []
     assert remarks(measured, 0.1) == [
-        "Python's garbage collector took 20% of the time, most of it in one collection of 1.20 s: a longer run has few "
-        "of them."
+        "Python's garbage collector took 20% of the time, most of it in one collection of 1.20 s: in a longer run this "
+        "share shrinks."
     ]
 
 
@@ -57,7 +57,7 @@ def test_one_long_collection_is_a_note() -> None:
     [
         ("tensor 'x' size mismatch at index 0. expected 3, actual 4", "drop_last=True"),
         ("number == 2", "pass it as a tensor"),
-        ("self.training", "Keep that the same"),
+        ("self.training", "Keep it the same"),
     ],
 )
 def test_the_remedy_for_recompilation_follows_from_the_reason(reason: str, words: str) -> None:
@@ -87,9 +87,9 @@ def test_a_late_first_compilation_is_a_note() -> None:
     measured = measurement(stopped, compilations=Compilations(4, 2, given_up=("f (m.py:3)",)))
     assert diagnose(measured, 0.1) == []
     assert remarks(measured, 0.1) == [
-        "torch.compile took 30% of the time, in 2 of 100 steps after the warm-up: a longer run has less of it, and "
-        "warmup_steps leaves it out.",
-        "torch.compile has given up f (m.py:3), which runs eagerly now: it had been compiled too often.",
+        "torch.compile took 30% of the time, in 2 of 100 steps after the warm-up: in a longer run this share shrinks, "
+        "and a larger warmup_steps excludes it.",
+        "torch.compile gave up on f (m.py:3) after too many recompilations: it now runs eagerly.",
     ]
 
 

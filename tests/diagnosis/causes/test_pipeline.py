@@ -179,7 +179,7 @@ def test_no_gain_is_predicted_where_something_else_may_hold_the_pipeline_up(foun
             pipelines(wait_s=0.01, read_wait_s=0.04),
             host(),
             {},
-            ["lmdb build SRC DST", "threads that read them compute"],
+            ["lmdb build SRC DST", "reader threads compute"],
         ),
         (THREADS, host(free=0.0), {}, ["more of them would not help", "--image-size"]),
         (THREADS, host(free=0.0), {"gpu": gpu()}, ["--image-size", 'let the GPU decode (device="gpu")']),
@@ -200,7 +200,7 @@ def test_on_a_gpu_the_advice_says_what_is_to_be_had() -> None:
     finding = find(ENGINE, gpu=gpu(compute_s=8.0, idle={"data_wait": 2.0}))
     assert finding.share == 0.2
     assert finding.evidence["gpu_idle_ms_per_step"] == 20.0
-    assert finding.advice.endswith("No change of the loader brings more than 1.25x: the rest of a step takes 80 ms.")
+    assert finding.advice.endswith("A faster loader gains at most 1.25x: the rest of a step takes 80 ms.")
 
 
 @pytest.mark.parametrize(("pipeline_s", "cause"), [(0.04, "cpu_saturated"), (0.02, "slow_storage")])

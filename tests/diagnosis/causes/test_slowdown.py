@@ -62,8 +62,8 @@ def test_it_says_since_when_and_what() -> None:
         ("logging", "what the logger keeps"),
         ("garbage_collection", "More and more Python objects"),
         ("gpu_work", "longer sequences"),
-        (HOOK, f"what {HOOK} goes through"),
-        ("backward_of_mine", "a list, a hook or a graph that grows"),
+        (HOOK, f"what {HOOK} iterates over"),
+        ("backward_of_mine", "a growing list, hook or graph"),
     ],
 )
 def test_the_advice_follows_from_what_grows(part: str, words: str) -> None:

@@ -33,7 +33,7 @@ class TestCallbacks:
     def test_the_measuring_itself_is_called_so(self) -> None:
         (finding,) = find(times(callbacks={"WatchedRun.on_train_batch_end": 3.0}))
         assert finding.evidence["callback"] == "WatchedRun"
-        assert finding.advice.startswith("This is the measuring itself")
+        assert finding.advice.startswith("This is the cost of measuring")
 
 
 class TestInsideTheStep:
@@ -177,5 +177,5 @@ class TestGpuThrottled:
         capped = DeviceState(99.0, None, 10.0, 0.0, 95.0, 1400.0, 1980.0)
         assert find(times(), gpu=gpu(), device=capped) == []
         (note,) = remarks(measurement(times(), gpu=gpu(), device=capped), 0.1)
-        assert note.startswith("For 95 % of the time the GPU kept its clocks down to stay within its power limit")
+        assert note.startswith("For 95 % of the time the GPU lowered its clocks to stay within its power limit")
         assert "1400 of 1980 MHz" in note

@@ -79,7 +79,7 @@ def test_the_training_process_gets_the_fast_decoder_then_smaller_images() -> Non
     }
     assert finding.advice == (
         "The training process loads the data itself. Load in worker processes: num_workers=2. "
-        "NumWorkersFinder() finds the number while training runs, and sets it. "
+        "NumWorkersFinder() finds and sets the number while training runs. "
         'Read the images with ImageFolderDataModule(..., decode="tensor", crop_size=224): its decoder gives a crop in '
         "0.9 ms here, PIL in 2 ms: about 1.8x batches, 1.3x steps per second. "
         "Or build an LMDB of smaller images (500x375 now): lightning-gpuopt lmdb build SRC DST --image-size 256, read "
@@ -128,7 +128,7 @@ def test_the_gain_in_steps_is_bounded_by_the_rest_of_the_step() -> None:
     finding = find(PHOTOS, workers(data_s=0.05, cpu=1.0), host=host(None), gpu=device)
     assert finding.evidence["storage_step_gain"] == round(50 / 28, 2)
     assert finding.evidence["storage_step_speedup"] == round(100 / 88, 2)
-    assert "No change of the loader brings more than 1.14x" in finding.advice
+    assert "A faster loader gains at most 1.14x" in finding.advice
 
 
 def test_the_first_batches_of_epochs_are_no_part_of_the_steps() -> None:
@@ -146,7 +146,7 @@ def test_workers_that_queue_for_a_cpu_save_the_queueing_too() -> None:
     assert finding.evidence["storage_step_speedup"] == round(100 / (128 / 1.45), 2)
     assert "num_workers" not in finding.settings
     assert finding.advice.startswith(
-        "The workers use all the CPU there is: more of them would not help. Decode and transform less or cheaper, or "
+        "The workers use all available CPU time: more of them would not help. Make decoding and transforms cheaper, or "
         'move transforms to the GPU. Read the images with ImageFolderDataModule(..., decode="tensor", crop_size=224): '
         "its decoder gives a crop in 0.9 ms here, PIL in 2 ms: about 1.3x batches"
     )
@@ -205,7 +205,7 @@ def test_what_was_not_measured_is_named_without_a_figure() -> None:
         assert step_of(finding) == {"storage_step": "ImageFolderDataModule"}
         assert finding.advice.endswith(
             'Read the images with ImageFolderDataModule(..., decode="tensor", crop_size=224, normalize=...): it '
-            "decodes only what is cropped, and normalises on the device."
+            "decodes only the crop, and normalises on the device."
         )
     untimed = find(PHOTOS, None, host=host(None))
     assert step_of(untimed) == COSTS
@@ -252,7 +252,7 @@ def test_slow_storage_gets_few_large_files_and_no_gain() -> None:
     build = "lightning-gpuopt lmdb build SRC DST --image-size 256"
     assert step_of(finding) == COSTS | {"storage_step": build}
     assert finding.advice.endswith(
-        f"Put the image files into few large ones, which are read ahead: {build}, then LMDBDataModule: at 500x375 "
+        f"Pack the image files into few large files, which are read ahead: {build}, then LMDBDataModule: at 500x375 "
         "pixels they are larger than the crops need."
     )
     assert finding.settings == {"num_workers": 4}

@@ -201,7 +201,7 @@ def test_a_line_of_code_is_shown_whole_on_a_phone() -> None:
 def test_what_a_step_computes(page: Page) -> None:
     assert list(itertools.islice(rows_after(page, "What a step computes"), 17)) == [
         "Kernels of a step, 80 ms: elementwise 60 %, matmul 30 %, copy 10 %. 10 are under 10 µs (2.0 % of the time). "
-        "40 % could not be assigned to a module.",
+        "40 % could not be attributed to a module.",
         *("Name", "Kind", "Share", "Calls a step", "Module"),
         *("void at::native::vectorized<4, <values>>", "elementwise", "60 %", "12", "net.0"),
         *("ampere_sgemm_128x64_tn", "matmul", "30 %", "2"),

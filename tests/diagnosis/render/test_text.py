@@ -61,7 +61,7 @@ def test_the_report() -> None:
         "2 steps took far longer than the rest; the slowest, step 71, 400 ms. Most of",
         "them lost it in data_wait.",
         "Kernels of a step, 80 ms: elementwise 60 %, matmul 30 %, copy 10 %. 10 are under",
-        "10 µs (2.0 % of the time). 40 % could not be assigned to a module.",
+        "10 µs (2.0 % of the time). 40 % could not be attributed to a module.",
         "",
         " dearest                                  kind          share   a step   module",
         " ─",
@@ -146,7 +146,7 @@ def test_a_comparison_of_what_was_not_measured() -> None:
         " step time                  unknown   unknown",
         " steps per second           unknown   unknown",
         "",
-        "None of the settings advised before is in force after.",
+        "None of the settings advised before is used in the run after.",
     ]
 
 
@@ -211,13 +211,13 @@ class TestStandstill:
     @pytest.mark.parametrize(
         ("wall_s", "ranks", "line"),
         [
-            (14400.0, "1", "The GPU stood still for 3 GPU-hours: slow_storage 2, callback Slow 1."),
+            (14400.0, "1", "The GPU idled for 3 GPU-hours: slow_storage 2, callback Slow 1."),
             (
                 14400.0,
                 "4",
-                "The GPUs stood still for 13.5 GPU-hours: slow_storage 8, callback Slow 4, straggler 1.5.",
+                "The GPUs idled for 13.5 GPU-hours: slow_storage 8, callback Slow 4, straggler 1.5.",
             ),
-            (240.0, "1", "The GPU stood still for 3 GPU-minutes: slow_storage 2, callback Slow 1."),
+            (240.0, "1", "The GPU idled for 3 GPU-minutes: slow_storage 2, callback Slow 1."),
             (79.0, "1", None),
         ],
     )
@@ -232,9 +232,7 @@ class TestStandstill:
         monkeypatch.setenv("GPUOPT_GPU_HOUR_PRICE", "2.50")
         report = replace(self.report(14400.0, "4"), findings=list(self.FINDINGS[:2]))
         text = str(report)
-        assert (
-            "stood still for 12 GPU-hours: slow_storage 8, callback Slow 4 (about\n30.00 at 2.50 a GPU-hour)." in text
-        )
+        assert "idled for 12 GPU-hours: slow_storage 8, callback Slow 4 (about 30.00 at\n2.50 a GPU-hour)." in text
         example = (DOCS / "reports.md").read_text(encoding="utf-8").partition("GPU_HOUR_PRICE=2.50`")[2]
         assert example.partition("```text\n")[2].partition("\n```")[0] in text
 
@@ -242,14 +240,14 @@ class TestStandstill:
     def test_what_is_no_price_is_said_in_a_sentence(self, monkeypatch: pytest.MonkeyPatch, price: str) -> None:
         monkeypatch.setenv("GPUOPT_GPU_HOUR_PRICE", price)
         assert wording.standstill_line(self.report(14400.0)) == (
-            "The GPU stood still for 3 GPU-hours: slow_storage 2, callback Slow 1. GPUOPT_GPU_HOUR_PRICE should be the "
+            "The GPU idled for 3 GPU-hours: slow_storage 2, callback Slow 1. GPUOPT_GPU_HOUR_PRICE should be the "
             f"price of one GPU-hour, a number such as 2.50, got {price!r}."
         )
 
     def test_terminal_and_page_have_it(self) -> None:
         report = self.report(240.0)
-        assert "The GPU stood still for 3 GPU-minutes: slow_storage 2, callback Slow 1." in str(report).splitlines()
-        assert "The GPU stood still for 3 GPU-minutes: slow_storage 2, callback Slow 1." in render_html(report)
+        assert "The GPU idled for 3 GPU-minutes: slow_storage 2, callback Slow 1." in str(report).splitlines()
+        assert "The GPU idled for 3 GPU-minutes: slow_storage 2, callback Slow 1." in render_html(report)
 
 
 @pytest.mark.parametrize(
@@ -285,6 +283,6 @@ def test_runs_that_cannot_prove_anything_say_why() -> None:
     first = replace(before(), environment={"model": "Net (5 parameters)", "batch_size": "32"})
     second = replace(after(), environment={"model": "Net (6 parameters)", "batch_size": "64"})
     last = render_comparison(compare(first, second)).replace("\n", " ")
-    assert last.endswith("The runs differ in model, batch size: what was advised before is not proved by this.")
+    assert last.endswith("The runs differ in model, batch size: this comparison does not verify the earlier advice.")
     page = render_html(second, first)
     assert "The runs differ in model, batch size" in page

@@ -297,9 +297,7 @@ def test_what_is_registered_is_not_unmapped(registered: BlockRing, gpu: Simulate
 
 def test_what_cannot_be_registered_is_copied_and_that_is_said_once(registered: BlockRing, gpu: SimulatedGpu) -> None:
     gpu.refuses_host_memory = True
-    with pytest.warns(
-        UserWarning, match=r"not page-locked in place, but copied, since CUDA says: CUDA error 2"
-    ) as said:
+    with pytest.warns(UserWarning, match=r"not page-locked in place; CUDA's error: CUDA error 2") as said:
         batches = dict([lent(registered) for _ in range(3)])
     assert len(said) == 1
     assert not batches[0].is_pinned()
