@@ -39,7 +39,7 @@ class AutoFix(CallbackBase):
 
     Samples, their order and the random state of training stay the same. Random numbers drawn in workers depend on how
     many workers run and for how long, as everywhere in PyTorch. Changes that would affect more are only suggested.
-    With several ranks, rank 0 decides, and all apply the change. Guide: ``docs/autofix.md``.
+    With several ranks, rank 0 decides, and all apply the change.
 
     Args:
         threshold: minimum share of wall time, 0-1, for a cause to be fixed.

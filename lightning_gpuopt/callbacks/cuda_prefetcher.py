@@ -25,7 +25,7 @@ class CudaPrefetcher(CallbackBase):
 
     Weights, logged values and hooks are the same bit for bit. If that cannot be guaranteed, it disables itself and logs
     the reason once: a loader that draws random numbers in the training process, an overridden
-    ``on_before_batch_transfer``, a strategy that moves batches in its own way, or a CPU. Guide: ``docs/prefetch.md``.
+    ``on_before_batch_transfer``, a strategy that moves batches in its own way, or a CPU.
 
     Args:
         depth: number of batches to copy ahead. More than one only evens out batches of different sizes.

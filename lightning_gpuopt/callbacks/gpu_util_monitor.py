@@ -43,8 +43,7 @@ class GpuUtilMonitor(CallbackBase):
     optimizer steps the window's values of all ranks are written to every logger, under ``gpu/{i}/...`` with ``i`` the
     CUDA ordinal; with several GPUs also ``gpu/mean/utilization``, ``gpu/min/utilization`` and ``gpu/imbalance``.
     Percentages are 0-100; a value that a GPU does not support is absent. Without an NVIDIA driver or GPU, or if a GPU
-    is lost during the run, it warns once and training continues. Guide, with all keys and their units:
-    ``docs/gpu-util-monitor.md``.
+    is lost during the run, it warns once and training continues.
 
     Args:
         metrics: ``"default"`` (12 keys per GPU), ``"all"``, or a list of names such as ``["utilization", "power_w"]``.

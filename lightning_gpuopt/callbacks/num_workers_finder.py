@@ -28,7 +28,7 @@ class NumWorkersFinder(CallbackBase):
     Samples and their order stay the same. A loader whose samples could change is left alone, and one log line says why.
     Examples are a dataset that holds an open file or connection, or that changes while training runs, and a sampler
     that draws from a global random state. Random numbers drawn in workers depend on how many workers run and for how
-    long, as everywhere in PyTorch; the report of a change says so if such draws were seen. Guide: ``docs/workers.md``.
+    long, as everywhere in PyTorch; the report of a change says so if such draws were seen.
 
     Args:
         mode: ``"live"``, ``"probe"`` or ``"off"`` (or False: YAML reads an unquoted ``off`` as False).

@@ -53,7 +53,7 @@ class StallDetector(CallbackBase):
     shown.
 
     Weights, batches, their order and random state do not change. A rank reports its own time, and rank 0 also which
-    rank delays the others. Guide: ``docs/stall-detector.md``.
+    rank delays the others.
 
     Args:
         threshold: minimum share of wall time, 0-1, for a cause to be reported.

@@ -43,8 +43,7 @@ class DALIDataModule(ResumableDataModule):
     many batches on each rank. A checkpoint from the middle of an epoch continues with the next sample, on any number of
     ranks.
 
-    DALI is an extra: ``pip install "lightning-gpuopt[dali]"`` for CUDA 12, ``[dali-cuda13]`` for CUDA 13. Guide:
-    ``docs/dali.md``.
+    DALI is an extra: ``pip install "lightning-gpuopt[dali]"`` for CUDA 12, ``[dali-cuda13]`` for CUDA 13.
 
     Args:
         train: A folder of images with a subfolder for each class; the directory of an LMDB dataset; a text file of

@@ -24,7 +24,7 @@ class ImageFolderDataModule(ElasticDataModule):
     A path is a folder with a subfolder of images for each class, as for torchvision's ``ImageFolder``; samples are
     ``(image, label)``. A folder for `predict` may hold images without class subfolders: samples are then only images.
     Any map-style dataset is accepted too. The list of a very large folder is cached in the user's cache directory until
-    one of the folders changes. Guide: ``docs/image-folder.md``.
+    one of the folders changes.
 
     Example::
 

@@ -17,7 +17,7 @@ class LMDBDataModule(ElasticDataModule):
 
     Paths are those of datasets made by `build_lmdb` or `LMDBWriter`; any map-style dataset is accepted too (``Subset``,
     ``ConcatDataset`` and ``random_split`` of `LMDBDataset` keep its fast paths). Samples are checked against their
-    checksums, except if small records are gathered in batches. Guide: ``docs/lmdb-datamodule.md``.
+    checksums, except if small records are gathered in batches.
 
     Example::
 

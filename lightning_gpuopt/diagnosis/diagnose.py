@@ -31,8 +31,6 @@ _NOISY: Final = 0.15  # standard error of a step's mean time by windows, as a sh
 class StallError(RuntimeError):
     """A stall was found under ``StallDetector(on_stall="raise")``; the text names the cause and the cure.
 
-    Guide: ``docs/stall-detector.md``.
-
     Example::
 
         trainer = Trainer(callbacks=[StallDetector(on_stall="raise")])

@@ -17,7 +17,7 @@ ENOUGH_STEPS: Final = 30  # steps on either side below which a measured gain pro
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause of waiting, with its evidence and what to do. Guide: ``docs/causes/README.md``.
+    """One cause of waiting, with its evidence and what to do.
 
     Attributes:
         cause: one of the causes in the documentation, for example ``"main_process_loading"``.
@@ -70,7 +70,7 @@ RiskName = Literal["worker_memory", "process_memory", "shared_memory", "open_fil
 
 @dataclass(frozen=True)
 class Risk:
-    """A problem that is likely to end or block the run later. Guide: ``docs/risks.md``.
+    """A problem that is likely to end or block the run later.
 
     Attributes:
         risk: what runs out, or ``"uneven_ranks"``.

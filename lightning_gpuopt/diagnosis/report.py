@@ -21,7 +21,7 @@ __all__ = ["REPORT_SCHEMA", "Finding", "HotSpots", "KernelShare", "Proof", "Risk
 
 @dataclass(frozen=True)
 class StallReport(RunRecord):
-    """Where the time of a run went, and why. Guide: ``docs/reports.md``.
+    """Where the time of a run went, and why.
 
     Attributes:
         verdict: the cause of the largest finding; without one ``"compute_bound"``, or ``"unknown"`` if a profiler

@@ -49,7 +49,7 @@ def lmdb_check(data: DataFacts) -> Check | None:
         measured |= {"decode_ms": round(data.decode_s * 1e3, 2), "worker_gain": round(gain, 2)}
         found += f"; with decoding ({data.decode_s * 1e3:.1f} ms an image) a worker runs {gain:.1f}x as fast"
     path = data.path.rstrip("/")
-    build = "write the samples with LMDBWriter, or pass a Dataset to build_lmdb (docs/lmdb.md)"
+    build = "write the samples with LMDBWriter, or pass a Dataset to build_lmdb"
     if data.image_folder:
         build = f"lightning-gpuopt lmdb build {shlex.quote(path)} {shlex.quote(path + '.lmdb')}"
     if gain < _WORTH_IT:

@@ -14,7 +14,7 @@ KERNEL_KINDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class KernelShare:
-    """One of the kernels that take most of the GPU's time. Guide: ``docs/reports.md``.
+    """One of the kernels that take most of the GPU's time.
 
     Attributes:
         name: as the profiler gives it.

@@ -38,7 +38,7 @@ class Process:
 
 @dataclass(frozen=True)
 class PostMortem:
-    """Why a run died, or hangs. Guide: ``docs/it-died.md``, ``docs/it-hangs.md``."""
+    """Why a run died, or hangs."""
 
     ended: Ended  # what ended it; "unknown" also for a run that goes on
     process: Process | None = None  # the one that it began with; None: not known

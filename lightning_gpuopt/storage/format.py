@@ -97,7 +97,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class LMDBInfo:
-    """Counts and classes of a dataset. Guide: ``docs/lmdb.md``.
+    """Counts and classes of a dataset.
 
     Attributes:
         num_samples: Number of samples.

@@ -41,7 +41,7 @@ class LMDBDataset(Dataset[Any]):
     """A map-style dataset written by `build_lmdb` or `LMDBWriter`.
 
     Safe in worker processes with any start method, from threads, and when the same dataset is opened twice. Each
-    process opens a file when it first reads one of its samples. Guide: ``docs/lmdb.md``.
+    process opens a file when it first reads one of its samples.
 
     Args:
         path: The dataset's directory.

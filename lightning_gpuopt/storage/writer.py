@@ -29,7 +29,7 @@ class LMDBWriter:
 
     Every commit (16 MiB or 4,096 samples) reaches the disk before the next begins, so a killed process or a power cut
     loses only samples after the last one, and ``resume=True`` continues from there. An exception in the ``with`` block
-    keeps the unfinished dataset for that. Guide: ``docs/lmdb.md``.
+    keeps the unfinished dataset for that.
 
     Args:
         path: Directory of the dataset.

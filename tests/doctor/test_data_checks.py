@@ -103,7 +103,7 @@ def test_warm_alone_is_a_note_at_most():
 def test_what_lmdb_build_does_not_read_is_written_by_hand():
     check = lmdb_check(replace(FILES, image_folder=False))
     assert check is not None
-    assert check.fix == "write the samples with LMDBWriter, or pass a Dataset to build_lmdb (docs/lmdb.md)"
+    assert check.fix == "write the samples with LMDBWriter, or pass a Dataset to build_lmdb"
 
 
 def test_a_path_with_blanks_is_quoted():

@@ -67,7 +67,7 @@ def build_lmdb(
 
     The order is the source's, unless `shuffle_seed` is given. The result is the same whatever `num_proc`, `executor`
     and `part` are, and whether or not it was interrupted. Images are stored unchanged, unless `image_size` makes them
-    smaller. Guide: ``docs/lmdb.md``.
+    smaller.
 
     Image files are photographs, which are read as upright RGB. Exceptions keep mode and values: a part of a sample
     named mask, seg, label or depth (a word of its extension, column or key), and in samples of several images those of
@@ -98,7 +98,7 @@ def build_lmdb(
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
         strict: Stop at the first image that cannot be decoded. Otherwise such images are left out, counted, and listed
             in ``skipped.csv`` with their index in the source, name and the reason: those of which a decoder says so
-            (``PIL.UnidentifiedImageError``, or an error that a decoder of ``docs/data.md`` raises about the bytes).
+            (``PIL.UnidentifiedImageError``, or an error that a decoder of yours raises about the bytes).
             Every other error stops the build, and `resume` goes on.
         allow_pickle: Unpickle the values of an LMDB, which runs whatever code its author wished.
         image_size: Bring the shorter side of larger images down to as many pixels. They become JPEG, whatever they
