@@ -142,7 +142,7 @@ def test_without_an_order_no_sample_is_lost_or_comes_twice(
 
 
 def draws_of_two_epochs(persistent: bool) -> list[list[tuple[int, ...]]]:
-    source = loader(persistent_workers=persistent)
+    source = loader(length=60, persistent_workers=persistent)
     vars(source)["_get_iterator"] = lambda: segmented(source, 1)
     epochs = []
     for epoch in range(2):
@@ -150,8 +150,8 @@ def draws_of_two_epochs(persistent: bool) -> list[list[tuple[int, ...]]]:
         seen: list[tuple[int, ...]] = []
         for number, batch in enumerate(iterator):
             seen += [tuple(sample) for sample in batch.tolist()]
-            if number in (5, 40):
-                iterator.resize({5: 2, 40: 1}[number] + epoch)
+            if number in (5, 20):
+                iterator.resize({5: 2, 20: 1}[number] + epoch)
         epochs.append(seen)
         source.num_workers = 1
     vars(source).clear()
@@ -162,7 +162,7 @@ def draws_of_two_epochs(persistent: bool) -> list[list[tuple[int, ...]]]:
 def test_no_two_segments_workers_or_epochs_draw_alike(persistent: bool) -> None:
     epochs = draws_of_two_epochs(persistent)
     draws = [draw for epoch in epochs for *_, draw in epoch]
-    assert len(set(draws)) == len(draws) == 2 * 120
+    assert len(set(draws)) == len(draws) == 2 * 60
     assert not persistent or draws_of_two_epochs(persistent) == epochs
 
 
@@ -182,8 +182,8 @@ def test_random_states_are_as_without(own: int) -> None:
 
     def seen(changed: bool) -> list[Any]:
         torch.manual_seed(1)
-        source, states = loader(own, generator=None), []
-        for leave in (3, 58, None):
+        source, states = loader(own, 60, generator=None), []
+        for leave in (3, 28, None):
             source.num_workers = 1 if changed else own
             iterator: Any = segmented(source, own) if changed else iter(source)
             states.append(RandomStates())
@@ -191,8 +191,8 @@ def test_random_states_are_as_without(own: int) -> None:
                 states.append((batch[:, 0].tolist(), RandomStates()))
                 if number == leave:
                     break
-                if changed and number in (2, 40):
-                    iterator.resize({2: 3, 40: 1}[number])
+                if changed and number in (2, 20):
+                    iterator.resize({2: 3, 20: 1}[number])
         return states
 
     class Alone(Numbers):
