@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -175,11 +177,18 @@ class Run:
     def why(self) -> list[str]:
         return [each.why for each in self.autofix.changes]
 
-    def same_as_without(self, tmp_path: Path, loader: Any, **trainer: Any) -> bool:
-        """Whether samples, order and weights are those of the same training without AutoFix."""
-        model, _ = train(tmp_path, loader, [], **trainer)
+    def same_as_without(self, make: Callable[..., Any], **trainer: Any) -> bool:
+        """Whether samples, order and weights are those of the same training without AutoFix, from what is made."""
+        model = plain(make, **trainer)
         pairs = zip(model.parameters(), self.model.parameters(), strict=True)
         return model.seen == self.model.seen and all(torch.equal(*pair) for pair in pairs)
+
+
+@cache
+def plain(make: Callable[..., Any], **trainer: Any) -> Model:
+    """Trained without AutoFix."""
+    with tempfile.TemporaryDirectory() as folder:
+        return train(Path(folder), make(), [], **trainer)[0]
 
 
 def train(tmp_path: Path, loader: Any, callbacks: list[Callback], **kwargs: Any) -> tuple[Model, Trainer]:

@@ -83,4 +83,4 @@ def decisions(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
 @pytest.fixture
 def wants_more(decisions: dict[int, int], cheap_workers: None) -> None:
     """The policy wants more workers from the first window on."""
-    decisions.update({0: 4, 1: 4, 2: 5})
+    decisions.update({0: 3, 1: 3, 2: 4})

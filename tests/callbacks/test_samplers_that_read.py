@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from tests.lanes import combinations
 
 pytestmark = [pytest.mark.usefixtures("wants_more"), pytest.mark.filterwarnings("ignore")]
 
-LENGTH = 80
-EPOCHS = 4
+LENGTH = 40
+EPOCHS = 2
 
 
 class Program:
@@ -182,6 +184,12 @@ def run(tmp_path: Path, kind: str, *monitors: Callback, workers: int, **options:
     return model.seen, trains
 
 
+@cache
+def plain(kind: str, **given: Any) -> list[float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run(Path(folder), kind, **given)[0]
+
+
 def monitors_of(name: str) -> list[Callback]:
     if name == "finder":
         return [NumWorkersFinder()]
@@ -190,7 +198,7 @@ def monitors_of(name: str) -> list[Callback]:
 
 
 CORE = [
-    *(f"finder-{kind}-1" for kind in SAMPLERS),
+    *(f"finder-{kind}-1" for kind in SAMPLERS if kind not in ("HardOfDataset", "ByClosure")),
     *(f"finder-{kind}-0" for kind in ("HardFirst", "Buckets", "AtOnce")),
     *("finder-AtOnce-persistent", "autofix-HardFirst-1", "prefetch-Buckets-1"),
 ]
@@ -204,9 +212,8 @@ CORE = [
 )
 def test_batches_are_as_without(tmp_path: Path, kind: str, monitor: str, given: dict[str, Any]) -> None:
     workers = given["workers"]
-    expected, _ = run(tmp_path, kind, **given)
     seen, trains = run(tmp_path, kind, *monitors_of(monitor), **given)
-    assert seen == expected
+    assert seen == plain(kind, **given)
     if SAMPLERS[kind] in READ:
         assert trains.most == [workers] * EPOCHS
     elif monitor == "finder":
@@ -232,13 +239,13 @@ def test_once_a_batch_size_is_raised_in_mid_epoch_the_next_is_asked_as_the_user_
     trains = Trains(Program())
 
     def raises(trainer: Any, batch_idx: int) -> None:
-        if trainer.global_step == 100:
+        if trainer.global_step == 50:
             batches.batch_size = 4
 
     callbacks = [trains, AfterBatch(raises), NumWorkersFinder()]
-    trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=EPOCHS, callbacks=callbacks)
+    trainer = tiny_trainer(tmp_path, max_steps=-1, max_epochs=4, callbacks=callbacks)
     with pytest.warns(UserWarning, match="reads state that changes while training runs") as said:
         trainer.fit(Model(), loader)
     assert len([each for each in said if "reads state that changes" in str(each.message)]) == 1
     assert (trains.most[-1], trains.most[1] > 1) == (1, True)
-    assert (loader.num_workers, length_of(loader)) == (1, 20)
+    assert (loader.num_workers, length_of(loader)) == (1, 10)

@@ -119,7 +119,7 @@ def changes_keep_everything(folder: Path, kind: Kind) -> set[str]:
     Returns:
         The settings that were changed, for as long as they were tried.
     """
-    steps = 6 * SAMPLES // BATCH
+    steps = 2 * SAMPLES // BATCH
     plain = fit(folder, kind.make(folder, Prepare()), max_steps=steps)
     wanted = finding("slow_storage", loader=kind.key, num_workers=3, prefetch_factor=4, persistent_workers=True)
     autofix = AutoFix()

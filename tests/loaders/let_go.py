@@ -83,7 +83,7 @@ class Module(lightning.LightningModule):
 
 
 def loader_of(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
-    samples = TensorDataset(torch.zeros(40, 2))
+    samples = TensorDataset(torch.zeros(24, 2))
     _datasets.add(samples)
     return DataLoader(samples, batch_size, num_workers=1, persistent_workers=True, **options)
 
@@ -128,21 +128,11 @@ def trainer_of(census: Census, monitors: list[Any], **options: Any) -> lightning
     return lightning.Trainer(callbacks=[_Notes(census), *monitors], **{"max_epochs": 3, **quiet, **options})
 
 
-def reloads_training(census: Census, monitors: list[Any]) -> None:
-    trainer = trainer_of(census, monitors, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Module(), datamodule=Data(census, loader_of))
-
-
-def reloads_validation(census: Census, monitors: list[Any]) -> None:
-    trainer = trainer_of(census, monitors, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(Module(), datamodule=Data(census, loader_of, loader_of))
-
-
 def reloads_several(census: Census, monitors: list[Any]) -> None:
     def several() -> Any:
         return CombinedLoader({"a": loader_of(), "b": loader_of()}, "min_size")
 
-    trainer = trainer_of(census, monitors, reload_dataloaders_every_n_epochs=1)
+    trainer = trainer_of(census, monitors, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Module(), datamodule=Data(census, several, lambda: [loader_of(), loader_of()]))
 
 
@@ -162,12 +152,12 @@ def reloads_pinned(census: Census, monitors: list[Any]) -> None:
         holder = Holder()
         return loader_of(collate_fn=holder.collate, worker_init_fn=holder.start)
 
-    trainer = trainer_of(census, monitors, reload_dataloaders_every_n_epochs=1)
+    trainer = trainer_of(census, monitors, max_epochs=2, reload_dataloaders_every_n_epochs=1)
     trainer.fit(Module(), datamodule=Data(census, made, made))
 
 
 def folds(census: Census, monitors: list[Any]) -> None:
-    for _ in range(3):
+    for _ in range(2):
         trainer = trainer_of(census, monitors, max_epochs=2)
         loader, validation = loader_of(), loader_of()
         trainer.fit(Module(), loader, validation)
@@ -183,7 +173,7 @@ def folds(census: Census, monitors: list[Any]) -> None:
 def fits_again(census: Census, monitors: list[Any]) -> None:
     """One Trainer, and new loaders for each of its fits."""
     trainer, module = trainer_of(census, monitors, max_epochs=1), Module()
-    for _ in range(3):
+    for _ in range(2):
         trainer.fit_loop.max_epochs += 1
         trainer.fit(module, loader_of(), loader_of())
         census.note("fitted")
@@ -204,7 +194,7 @@ def deleted(census: Census, monitors: list[Any]) -> None:
 def fails(census: Census, monitors: list[Any]) -> None:
     for _ in range(2):
         module = Module()
-        module.fails_at = 13
+        module.fails_at = 8
         trainer = trainer_of(census, monitors)
         with suppress(RuntimeError):
             trainer.fit(module, datamodule=Data(census, loader_of, loader_of))
@@ -231,8 +221,6 @@ def tuned(census: Census, monitors: list[Any]) -> None:
 PROGRAMS: dict[str, Callable[[Census, list[Any]], None]] = {
     each.__name__: each
     for each in (
-        reloads_training,
-        reloads_validation,
         reloads_several,
         reloads_pinned,
         folds,

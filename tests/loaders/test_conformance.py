@@ -19,7 +19,7 @@ pytestmark = [
 kinds = pytest.mark.parametrize("kind", CORE.values(), ids=CORE)
 
 
-@pytest.mark.parametrize("kind", few("map-0 stream-1 stateful-1 nodes-threads around own threaded combined-own", CORE))
+@pytest.mark.parametrize("kind", few("map-0 stateful-1 nodes-threads around combined-own", CORE))
 def test_everything_is_as_without(tmp_path: Path, kind: Kind) -> None:
     conformance.everything_is_as_without(tmp_path, kind)
 

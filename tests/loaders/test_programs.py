@@ -34,7 +34,7 @@ pytestmark = [
 ]
 
 VALUES: dict[str, Any] = {
-    "num_workers": st.integers(0, 4),
+    "num_workers": st.integers(0, 3),
     "prefetch_factor": st.integers(1, 4),
     "pin_memory": st.booleans(),
     "persistent_workers": st.booleans(),
@@ -64,7 +64,7 @@ def programs(
     shares = dataset == "HoldsFile"
     numbers = (1, 0) if shares else (1, 2, 0, 3)
     workers = draw(st.sampled_from([each for each in numbers if each or method == "fork"]))
-    length, batch_size = draw(st.integers(12, 40) | st.integers(1, 12)), draw(st.integers(1, 3))
+    length, batch_size = draw(st.integers(12, 28) | st.integers(1, 12)), draw(st.integers(1, 3))
     batches, epochs = -(-length // batch_size), draw(st.integers(2, 4))
     sampler = draw(st.sampled_from(samplers))
     fails = ["fails"] * (dataset != "Counts")  # where the trials meet that sample too often, it is changed
@@ -77,7 +77,7 @@ def programs(
     leaves = st.dictionaries(st.integers(0, epochs - 1), st.integers(0, batches), max_size=1)
     kinds = ["torch"] * 6 + ["generator", "own"] * (ends in ("well", "fails"))
     kind = draw(st.sampled_from(kinds))
-    first = Act(0, draw(st.integers(1, max(batches // 2, 1))), "change", "num_workers", draw(st.integers(1, 4)))
+    first = Act(0, draw(st.integers(1, max(batches // 2, 1))), "change", "num_workers", draw(st.integers(1, 3)))
     return Program(
         dataset=dataset,
         length=length,
@@ -140,7 +140,7 @@ def test_changes_leave_a_program_as_it_was(program: Program) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("sampler", SAMPLING)
-@machine(60)
+@machine(40)
 @given(st.data())
 def test_changes_leave_many_programs_as_they_were(sampler: str, data: st.DataObject) -> None:
     compare(data.draw(programs(samplers=(sampler,))))
@@ -155,7 +155,7 @@ def slow_starts() -> None:
 
 @pytest.mark.matrix
 @pytest.mark.usefixtures("slow_starts")
-@machine(6)
+@machine(3)
 @given(programs(("forkserver", "spawn")))
 def test_changes_leave_programs_with_slow_starts_as_they_were(program: Program) -> None:
     compare(program)
@@ -209,8 +209,11 @@ def trainings(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def check_training(training: dict[str, Any]) -> None:
-    """The same samples, order and weights under AutoFix."""
+@pytest.mark.matrix
+@machine(30)
+@given(trainings())
+def test_trainings_under_autofix_are_as_without(training: dict[str, Any]) -> None:
+    """The same samples, order and weights."""
 
     def made() -> Any:
         given = dict(training["loader"])
@@ -222,20 +225,7 @@ def check_training(training: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         autofix = Run(Path(folder), detector, made())
         assert autofix.left == []
-        assert autofix.same_as_without(Path(folder), made())
-
-
-@machine(2)
-@given(trainings())
-def test_a_training_under_autofix_is_as_without(training: dict[str, Any]) -> None:
-    check_training(training)
-
-
-@pytest.mark.matrix
-@machine(60)
-@given(trainings())
-def test_many_trainings_under_autofix_are_as_without(training: dict[str, Any]) -> None:
-    check_training(training)
+        assert autofix.same_as_without(made)
 
 
 def runs(pid: int) -> bool:

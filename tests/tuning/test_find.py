@@ -133,7 +133,7 @@ def test_the_loaders_own_parts_do_the_work(tmp_path: Path) -> None:
 def test_loaders_of_every_kind(loader: DataLoader[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     if loader.batch_size is None and isinstance(loader.sampler, BatchSampler):
         monkeypatch.setattr(Numbers, "__getitem__", lambda self, indices: torch.tensor(indices, dtype=torch.float32))
-    found = find_num_workers(loader, **QUICK)
+    found = find_num_workers(loader, max_num_workers=1, step_time_s=0.01)
     assert found.num_workers in {trial.num_workers for trial in found.trials}
 
 

@@ -20,6 +20,7 @@ from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.main_script import check_guard, is_guarded
 from lightning_gpuopt.tuning.probe import first_batches
 from lightning_gpuopt.tuning.without_workers import why_not_other_workers
+from tests.fork_server import run
 from tests.lanes import combinations
 from tests.tuning.datasets import Numbers
 
@@ -118,24 +119,27 @@ with open("runs", "a") as runs:
 
 import os, warnings
 
-from lightning.pytorch import Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
-
-from lightning_gpuopt import NumWorkersFinder, find_num_workers
 
 warnings.simplefilter("ignore")
 
 def search():
-    loader = DataLoader(RandomDataset(32, 64), 4, num_workers=1, multiprocessing_context="{method}")
+    from lightning_gpuopt import find_num_workers
+
+    loader = DataLoader(range(64), 4, num_workers=1, multiprocessing_context="{method}")
     try:
         print(find_num_workers(loader, max_num_workers=1, max_seconds=60).num_workers)
     except ValueError as error:
         print(error)
 
 def train():
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning_gpuopt import NumWorkersFinder
+    from torch import rand
+
     warnings.simplefilter("always")
-    loader = DataLoader(RandomDataset(32, 64), 4, num_workers=1, multiprocessing_context="{method}")
+    loader = DataLoader(rand(64, 32), 4, num_workers=1, multiprocessing_context="{method}")
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, limit_val_batches=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, callbacks=[NumWorkersFinder("probe", step_time_s=0.01)],
@@ -153,9 +157,7 @@ class Ran:
     def __init__(self, folder: Path, method: str, below: str) -> None:
         self.script = folder / "train.py"
         self.script.write_text(SCRIPT.format(method=method, below=below))
-        done = subprocess.run(
-            [sys.executable, str(self.script)], cwd=folder, env=_environment(), capture_output=True, text=True
-        )
+        done = run([sys.executable, str(self.script)], cwd=folder, timeout=300)
         self.code, self.out, self.err = done.returncode, done.stdout.strip(), done.stderr
         self.runs = (folder / "runs").read_text().count("run")
 
@@ -166,15 +168,13 @@ class Ran:
         )
 
 
-@combinations("spawn", method=["spawn", "forkserver"])
-def test_a_search_in_a_script_without_a_guard_is_refused_before_it_is_run_again(tmp_path: Path, method: str) -> None:
-    ran = Ran(tmp_path, method, "search()")
-    assert (ran.out, ran.runs) == (ran.refusal(method), 1), ran.err
+def test_a_search_in_a_script_without_a_guard_is_refused_before_it_is_run_again(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "spawn", "search()")
+    assert (ran.out, ran.runs) == (ran.refusal("spawn"), 1), ran.err
 
 
-@combinations("forkserver", method=["spawn", "forkserver"])
-def test_with_a_guard_it_searches(tmp_path: Path, method: str) -> None:
-    ran = Ran(tmp_path, method, "if __name__ == '__main__':\n    search()")
+def test_with_a_guard_it_searches(tmp_path: Path) -> None:
+    ran = Ran(tmp_path, "forkserver", "if __name__ == '__main__':\n    search()")
     assert ran.out == "1", ran.err
     assert ran.runs > 1
 
