@@ -37,11 +37,11 @@ VERDICTS = {
 }
 
 _LOOK_NOTE = re.compile(
-    r"looked at (?P<steps>\d+) steps, which took (?P<took_s>[\d.]+) s: (?P<before_ms>[\d.]+) ms a step before it, "
+    r"recorded (?P<steps>\d+) steps, which took (?P<took_s>[\d.]+) s: (?P<before_ms>[\d.]+) ms a step before it, "
     r"(?P<after_ms>[\d.]+) ms after it"
 )
 
-_LOOK_TOOK = re.compile(r"torch\.profiler looked at \d+ steps, which took ([\d.]+) s")
+_LOOK_TOOK = re.compile(r"torch\.profiler recorded \d+ steps, which took ([\d.]+) s")
 
 
 def stalls(*, simulated: bool = False, form: Form = "full") -> dict[str, Any]:

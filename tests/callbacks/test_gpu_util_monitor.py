@@ -470,7 +470,7 @@ def test_a_call_that_hangs_costs_a_little_time_and_a_warning(simulator, tmp_path
     tiny_trainer(tmp_path, callbacks=[GpuUtilMonitor(devices=[0])]).fit(TinyModel())
     assert simulator.hanging == 1
     assert len(told.warnings) == 1
-    assert "NVML does not answer" in told.warnings[0]
+    assert "NVML does not respond" in told.warnings[0]
     simulator.release()
     wait_for(lambda: not own_threads())
     assert simulator.references == 0

@@ -135,7 +135,7 @@ class TestInsideTheStep:
         assert causes(report) == ["launch_bound"]
         assert report.findings[0].share == pytest.approx(24 / 33, abs=0.02)
         assert report.findings[0].evidence["busy_ms_per_step"] == pytest.approx(8.0, rel=0.02)
-        assert any(note.startswith("torch.profiler looked at") for note in report.notes)
+        assert any(note.startswith("torch.profiler recorded") for note in report.notes)
 
     @pytest.mark.parametrize(
         ("profile", "trainer", "recorded"),
@@ -185,7 +185,7 @@ class TestInsideTheStep:
         nvml.machine(Gpu(gpm={2: 10.0}, utilization=100))
         report = fit(gpu, tmp_path, module(gpu), Bar(gpu), steps=self.LONG, profile=profile)
         assert (report.verdict, report.findings) == (verdict, [])
-        assert any("was not allowed to look" in note for note in report.notes) == (profile == "off")
+        assert any("was not allowed to record" in note for note in report.notes) == (profile == "off")
 
     @pytest.mark.parametrize("profile", [in_matrix("auto"), "off"])
     def test_where_nvml_suspects_nothing_nothing_is_unknown_and_a_look_that_costs_little_is_taken(
@@ -194,7 +194,7 @@ class TestInsideTheStep:
         nvml.machine(Gpu(gpm={2: 97.0}, utilization=100))
         report = fit(gpu, tmp_path, module(gpu), Bar(gpu), steps=self.LONG, profile=profile)
         assert (report.verdict, report.findings) == ("compute_bound", [])
-        assert any("torch.profiler looked" in note for note in report.notes) == (profile == "auto")
+        assert any("torch.profiler recorded" in note for note in report.notes) == (profile == "auto")
 
     def test_a_look_leaves_the_environment_alone(
         self, watched: SimulatedGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -205,7 +205,7 @@ class TestInsideTheStep:
         sys.addaudithook(lambda event, args: changed.append(args) if event == "os.putenv" and watching else None)
         report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
         watching = False
-        assert any(note.startswith("torch.profiler looked at") for note in report.notes)
+        assert any(note.startswith("torch.profiler recorded") for note in report.notes)
         assert (changed, dict(os.environ)) == ([], before)
 
     @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ class TestInsideTheStep:
         hook = At("on_train_batch_end", lambda: time.sleep(0.1))
         report = fit(watched, tmp_path, module(watched, slow), hook, Sees(), detector=detector, steps=steps)
         assert causes(report) == ["launch_bound", "callback"]
-        assert any(note.startswith("torch.profiler looked at 3 steps") for note in report.notes)
+        assert any(note.startswith("torch.profiler recorded 3 steps") for note in report.notes)
         assert not any("could not be looked at" in note or "No trace" in note for note in report.notes)
         assert recorded == steps_recorded
         assert (tmp_path / "trace.json.gz").is_file()
@@ -273,8 +273,8 @@ class TestInsideTheStep:
         setattr(watched.profiling, trouble, True)
         report = fit(watched, tmp_path, module(watched, MANY_KERNELS), steps=self.LONG)
         assert causes(report) == ["launch_bound"]
-        (note,) = [each for each in report.notes if "could not be looked at with torch.profiler" in each]
-        assert "stand in" in note
+        (note,) = [each for each in report.notes if "could not be recorded with torch.profiler" in each]
+        assert "are used instead" in note
 
     def test_nothing_is_told_before_the_look_is_over(
         self, watched: SimulatedGpu, simulated_time: SimulatedTime, tmp_path: Path
@@ -358,7 +358,7 @@ class TestRanks:
         for cause, _, evidence in first["findings"]:
             assert found[cause].items() <= evidence.items()
         assert not first["profiler_on"]
-        looked = [[note for note in each["notes"] if "torch.profiler looked" in note] for each in (first, second)]
+        looked = [[note for note in each["notes"] if "torch.profiler recorded" in note] for each in (first, second)]
         assert [len(each) for each in looked] == [1, 0]
 
     def test_by_itself_no_rank_records(self, simulator: Simulator, tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ class TestWhenThingsGoWrong:
         report = fit(gpu, tmp_path, module(gpu, MANY_KERNELS), at, steps=230)
         profiler.stop()
         assert (report.steps, report.verdict) == (230, "launch_bound")
-        assert any("a torch.profiler of its own" in note for note in report.notes)
+        assert any("uses torch.profiler itself" in note for note in report.notes)
 
     def test_a_loader_that_changes_in_a_look_does_not_leave_it_on(self, gpu: SimulatedGpu, tmp_path: Path) -> None:
         modes: list[int] = []

@@ -82,5 +82,5 @@ def test_without_torchs_callbacks_training_goes_on_and_a_note_says_so(
     report = fit(tmp_path, Model(LOADER, step_s=0.0))
     assert report.steps == 25
     (note,) = (each for each in report.notes if "torch.compile" in each)
-    assert "could not be seen" in note
+    assert "could not be detected" in note
     assert "remove_end_callback" in note

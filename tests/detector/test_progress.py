@@ -103,7 +103,7 @@ def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
         assert asleep.stdout is not None
         asleep.stdout.readline()
         wait_for(lambda: psutil.Process(asleep.pid).status() == psutil.STATUS_SLEEPING)
-        workers = [(asleep.pid, "reads samples for 12.0 s"), (gone.pid, "is not watched")]
+        workers = [(asleep.pid, "reads samples for 12.0 s"), (gone.pid, "is not monitored")]
         path = write_hang(tmp_path / "new", 0, 12.5, workers, None)
     finally:
         release.set()

@@ -163,7 +163,7 @@ def test_samples_of_different_makes_are_named(tmp_path: Path, workers: int) -> N
 
 def test_pil_images_cannot_be_batched_and_the_error_says_what_can(images: LMDBDataset) -> None:
     loader = make_loader(LMDBDataset(images.path), ElasticSampler(Order(20, shuffle=False), 2))
-    with pytest.raises(RuntimeError, match=r"sample 0 is \(a PIL image RGB of 80x60, int\); give decode='tensor'"):
+    with pytest.raises(RuntimeError, match=r"sample 0 is \(a PIL image RGB of 80x60, int\); use decode='tensor'"):
         next(iter(loader))
 
 

@@ -80,7 +80,7 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path: Path) -> Non
         assert [label for _, label in samples(open_source(tmp_path / "images"))] == [0, 1, 1]
 
 
-@pytest.mark.filterwarnings("ignore:.*among the others already")
+@pytest.mark.filterwarnings("ignore:.*already included")
 def test_a_folder_is_entered_once(tmp_path: Path) -> None:
     """By its own path where it has one here, else by the first link."""
     write_folder(tmp_path / "images", {"a": 1, "b/deep": 1, "c": 1})

@@ -262,7 +262,7 @@ def test_a_generator_behind_the_data_is_closed_with_its_last_use() -> None:
 def test_a_worker_says_what_it_does() -> None:
     clock = WorkerClock()
     assert clock.doing(0) == "has made no batch yet"
-    assert clock.doing(10_000) == "is not watched"
+    assert clock.doing(10_000) == "is not monitored"
     loader = DataLoader(Data(), batch_size=4, num_workers=1)
     watched, undo = watch_workers(loader) or pytest.fail("not watched")
     list(loader)

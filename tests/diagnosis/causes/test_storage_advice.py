@@ -273,7 +273,7 @@ def test_slow_storage_of_any_other_data_is_told_of_large_files() -> None:
 def test_a_machine_short_of_memory_is_told_of_that_first() -> None:
     finding = waiting(PHOTOS, memory_pressure=0.2)
     assert "short of memory" in finding.advice
-    assert "Put the image files" not in finding.advice
+    assert "Pack the image files" not in finding.advice
 
 
 def test_where_no_square_crops_are_trained_on_no_crop_is_advised() -> None:
