@@ -23,7 +23,7 @@ demo: $(READY)
 #   test           the core lane: what a developer wants to know within minutes, however busy the machine is
 #   test-timed     figures of real time, on the machine as it is
 #   test-examples  the examples and the demo, as people run them
-#   test-matrix    every combination of what the core lane shows with a few
+#   test-matrix    what takes longest, and every combination of what the core lane shows with a few
 #   test-gpu       what needs an NVIDIA GPU
 #   test-loaders   loaders of libraries, in an environment that has them
 #   test-engines   engines whose workers build an LMDB, in an environment that has them

@@ -75,6 +75,7 @@ def _benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
+@pytest.mark.matrix
 @pytest.mark.usefixtures("_benchmarks")
 class TestDALIOnTheCPU:
     def test_the_sweep_reads_ours_and_nvidias(self, tmp_path: Path) -> None:

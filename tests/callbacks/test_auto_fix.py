@@ -102,6 +102,7 @@ class TestWorkersThatLiveOn:
         restarts = finding("epoch_restart", None, persistent_workers=True)
         return script([restarts], before=30, epochs_s=[1.0, 1.0, 1.0, 0.1])
 
+    @pytest.mark.matrix
     def test_they_do_and_nothing_else_changes(self, tmp_path):
         run = Run(tmp_path, self.found(), loader(), max_epochs=8)
         assert run.changes == [("persistent_workers", False, True, True)]

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, StallDetector
 from tests.callbacks.prefetch_setups import SETUPS, Model, leaves, loader, plain, setup_of
 from tests.helpers import RecordingLogger
-from tests.lanes import combinations, few
+from tests.lanes import few
 from tests.simulators.gpu import simulated_gpu
 
 QUIET: dict[str, Any] = {
@@ -86,8 +86,7 @@ ON_THE_CPU = ("plain", "sparse", "combined-cycle-equal", "stateful", "lmdb-gathe
 """The loaders' side, which is the same with a GPU; the simulated one has no sparse tensors."""
 
 RUNS = few(
-    "plain-cpu sparse-cpu combined-cycle-equal-gpu accumulate-gpu stateful-gpu lmdb-gathered-gpu in-place-gpu "
-    "transfer-draws-later-gpu shuffled-persistent-gpu rest-of-epoch-left-gpu drawing-sampler-gpu",
+    "sparse-cpu accumulate-gpu stateful-gpu in-place-gpu transfer-draws-later-gpu drawing-sampler-gpu",
     {f"{name}-gpu": (name, "gpu") for name in SETUPS if name != "sparse"}
     | {f"{name}-cpu": (name, "cpu") for name in ON_THE_CPU},
 )
@@ -110,7 +109,8 @@ def test_nothing_else_changes(name: str, where: str, tmp_path: Path) -> None:
         assert stats["staged"] == 0
 
 
-@combinations("True", prefetcher_is_first=[True, False])
+@pytest.mark.matrix
+@pytest.mark.parametrize("prefetcher_is_first", [True, False])
 def test_beside_the_other_callbacks(prefetcher_is_first: bool, tmp_path: Path) -> None:
     """A finder that changes the workers, and a detector that wraps the loader: the samples and weights stay."""
 

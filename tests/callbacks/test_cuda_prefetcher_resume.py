@@ -46,6 +46,7 @@ class Fails(Callback):
             raise RuntimeError("on purpose")
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("kind", ["stateful-2", "lmdb-2"])
 def test_the_checkpoint_of_an_exception_has_what_was_before_it(kind: str, tmp_path: Path) -> None:
     expected = train(kind, tmp_path)

@@ -65,6 +65,7 @@ def test_a_callback_that_collects_is_named_once(tmp_path: Path) -> None:
     assert sum(report.phases.values()) == pytest.approx(report.wall_s)
 
 
+@pytest.mark.matrix
 def test_a_function_that_is_compiled_again_and_again_is_named(tmp_path: Path) -> None:
     report = fit(tmp_path, Compiles(LOADER, step_s=0.0, size=lambda step: 8 + step))
     finding = report.findings[0]

@@ -132,6 +132,7 @@ def test_errors_speak_of_switches() -> None:
     assert _as_switches("more than max_skipped=0.01 allows") == "more than --max-skipped=0.01 allows"
 
 
+@pytest.mark.matrix
 def test_ctrl_c_is_exit_code_130_and_says_how_to_go_on(folder: dict[str, bytes]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGIO})
     with Path("images/a/00001.jpg").open("r+b") as held:

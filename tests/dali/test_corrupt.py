@@ -194,6 +194,7 @@ def test_what_was_found_is_kept_and_a_mended_file_comes_back(tmp_path: Path) -> 
         assert given() == [number for number in range(12) if number != 7]
 
 
+@pytest.mark.matrix
 def test_all_ranks_leave_out_the_same(tmp_path: Path) -> None:
     data = list_with(tmp_path / "f", {2: b"no image", 7: unknown_table(WHOLE)})
     what: dict[str, Any] = {"data": str(data), "work": str(tmp_path), "batch_size": 2, "devices": 2}

@@ -246,7 +246,8 @@ class TestRanks:
         with pytest.raises(MisconfigurationException, match="at least one sample for each of 4 ranks, got 3 samples"):
             datamodule.train_dataloader()
 
-    @pytest.mark.parametrize(("before", "after"), [pytest.param(1, 2, marks=pytest.mark.matrix), (2, 1)])
+    @pytest.mark.matrix
+    @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
     def test_a_resume_on_other_ranks_goes_on_with_the_next_sample(
         self, tmp_path: Path, data: Path, before: int, after: int
     ) -> None:
@@ -352,6 +353,7 @@ class TestResume:
         assert before.sums + after.sums == whole.sums
 
 
+@pytest.mark.matrix
 def test_memory_is_flat_over_many_epochs(data: Path) -> None:
     datamodule = DALIDataModule(data, data, **small(batch_size=4))
     train, val = datamodule.train_dataloader(), datamodule.val_dataloader()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from lightning_gpuopt import build_lmdb
 from tests.fork_server import run_code
 from tests.images.flavours import SIDE, flavours
@@ -29,6 +31,7 @@ print([number for numbers in shown for number, differs in enumerate(numbers) if 
 """
 
 
+@pytest.mark.matrix
 def test_every_flavour_has_the_pixels_that_the_other_datamodules_give(tmp_path: Path) -> None:
     """In a process of its own: DALI may crash at one of them."""
     files = flavours()

@@ -190,6 +190,7 @@ def test_every_kind_of_image_becomes_rgb(tmp_path: Path, name: str, stage: str) 
     assert (images.float() - expected.float()).abs().mean((1, 2, 3)).max() < 6  # of 255
 
 
+@pytest.mark.matrix
 def test_files_that_dali_does_not_know_among_many(tmp_path: Path) -> None:
     """In a process of its own: DALI may crash at one of them."""
     kinds = [encoded(photo(300, 200)), encoded(photo(300, 200), "GIF"), encoded(photo(300, 200), AVIF)]
@@ -238,7 +239,8 @@ class TestOwnPipelines:
         assert images.shape == (len(SIZES), 8, 8, 3)
         assert labels == [0] * 4 + [10] * 3
 
-    @pytest.mark.parametrize("composed", [pytest.param(False, marks=pytest.mark.matrix), True])
+    @pytest.mark.matrix
+    @pytest.mark.parametrize("composed", [False, True])
     def test_torchvision_style_operators(self, folder: Path, torchvision: Any, composed: bool) -> None:
         operators = [torchvision.Resize(256), torchvision.CenterCrop(224)]
         given = torchvision.Compose(operators) if composed else operators
@@ -247,6 +249,7 @@ class TestOwnPipelines:
         assert (images - expected).abs().mean((1, 2, 3)).max() < 0.05
         assert labels == [0] * 4 + [1] * 3
 
+    @pytest.mark.matrix
     def test_a_normalize_among_them_takes_the_place_of_ours(self, folder: Path, torchvision: Any) -> None:
         operators = [torchvision.Resize([16, 16]), torchvision.Normalize([0.0] * 3, [2.0] * 3)]
         plain, _ = evaluated(folder, eval_pipeline=operators[:1], dtype="uint8")

@@ -171,6 +171,7 @@ def test_where_the_first_sample_cannot_be_read_training_says_so(tmp_path: Path) 
     assert len(dataset.reads()) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:.*num_workers='auto' is")
 def test_a_fit_sees_the_same_batches(
     images: Path, tmp_path: Path, machine: Any, monkeypatch: pytest.MonkeyPatch

@@ -80,6 +80,7 @@ def test_the_images_are_jpegs_of_the_promised_size_and_quality(photographs: Path
             assert image.quantization == tables  # type: ignore[attr-defined]
 
 
+@pytest.mark.matrix
 def test_the_seed_alone_decides_the_crops(photographs: Path, tmp_path: Path) -> None:
     make(tmp_path / "same", SMALL)
     make(tmp_path / "other", Recipe(images=128, seed=1))
@@ -188,6 +189,7 @@ def test_a_folder_with_other_files_takes_the_reports(tmp_path: Path) -> None:
     demo_module._refuse_results_of_others(tmp_path / "run")
 
 
+@pytest.mark.matrix
 def test_a_making_that_fails_leaves_the_old_data_and_nothing_else(photographs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "data"
     make(folder, SMALL)
@@ -201,6 +203,7 @@ def test_a_making_that_fails_leaves_the_old_data_and_nothing_else(photographs: P
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
+@pytest.mark.matrix
 def test_a_making_that_was_killed_is_not_taken_for_whole_and_is_cleared_away(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     process = stop_while_images_are_made(folder, signal.SIGKILL)

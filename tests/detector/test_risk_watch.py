@@ -81,6 +81,7 @@ def two() -> list[Any]:
     return run_ranks("tests.detector.uneven_rank:runs", 2)
 
 
+@pytest.mark.matrix
 def test_uneven_ranks_are_in_the_report_and_warned_of_once_before_training_begins(two: list[Any]) -> None:
     run = two[0]["uneven"]
     assert run["before"] == ["uneven_ranks"]

@@ -74,6 +74,7 @@ def gradient(width: int, height: int) -> bytes:
     return encoded(Image.fromarray(np.stack([x, y, 0 * x], 2).astype(np.uint8)), "PNG")
 
 
+@pytest.mark.matrix
 def test_random_areas_have_the_distribution_of_torchvision() -> None:
     """Areas uniform in 8-100 %, aspect ratios log-uniform in 3/4-4/3, places uniform."""
     data, rng = gradient(400, 400), np.random.default_rng(0)

@@ -132,7 +132,7 @@ def check(program: Program, plain: Outcome, changed: Outcome) -> None:
     assert changed.settings == plain.settings
 
 
-@machine(25)
+@machine(15)
 @given(programs())
 def test_changes_leave_a_program_as_it_was(program: Program) -> None:
     compare(program)

@@ -152,6 +152,7 @@ def test_damage_is_an_error_that_names_it(path: Path, damage: Callable[[Path], N
     assert text.format(path=path) in refusal(path)
 
 
+@pytest.mark.matrix
 def test_flipped_bits_never_kill_and_never_give_another_sample(path: Path) -> None:
     """Many flips in every file, all in one process: with the checksums every sample is right or an error."""
     code = """

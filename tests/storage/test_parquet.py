@@ -134,6 +134,7 @@ def any_table(rows: int) -> pa.Table:
     )
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(("compression", "page"), [("snappy", "1.0"), ("zstd", "2.0"), ("none", "1.0")])
 def test_a_damaged_file_gives_its_rows_or_is_named(tmp_path: Path, compression: Any, page: Any) -> None:
     draw, path, read = random.Random(0), tmp_path / "x.parquet", 0

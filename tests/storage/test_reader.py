@@ -299,6 +299,7 @@ def test_samples_asked_ahead_are_the_samples(path: Path) -> None:
     assert numbers(dataset) == list(range(25))
 
 
+@pytest.mark.matrix
 def test_the_private_memory_of_a_reader_is_flat(tmp_path: Path) -> None:
     code = """
 import random, re, sys
@@ -321,6 +322,7 @@ print(anonymous() - before)
     assert int(result.stdout) < 512  # KiB, over 50,000 samples: less than 11 bytes each
 
 
+@pytest.mark.matrix
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc's malloc that gives batches back")
 def test_the_memory_of_a_batch_is_kept_for_the_next(tmp_path: Path) -> None:
     with LMDBWriter(tmp_path / "d") as writer:

@@ -280,6 +280,7 @@ def test_where_one_may_not_write_the_error_says_so(tmp_path: Path) -> None:
         begin(Path("/sys/dataset"))
 
 
+@pytest.mark.matrix
 def test_a_killed_build_lets_go_of_its_lock(tmp_path: Path) -> None:
     path = tmp_path / "dataset"
     code = """

@@ -353,6 +353,7 @@ def test_an_index_that_is_not_what_was_written_is_not_used(tmp_path: Path) -> No
     assert build_lmdb(tars, tmp_path / "out", resume=True, progress=False).num_samples == 400
 
 
+@pytest.mark.matrix
 def test_processes_and_executors_index_and_build_the_same(tmp_path: Path, indexed: list[str]) -> None:
     tars = write_tars(tmp_path / "tars")
     build_lmdb(tars, tmp_path / "one", progress=False)
@@ -364,6 +365,7 @@ def test_processes_and_executors_index_and_build_the_same(tmp_path: Path, indexe
     assert kept(tmp_path / "one") == kept(tmp_path / "two") == kept(tmp_path / "pool")
 
 
+@pytest.mark.matrix
 def test_parts_that_begin_at_one_moment_do_not_harm_one_another(tmp_path: Path) -> None:
     tars = write_tars(tmp_path / "tars")
     build_lmdb(tars, tmp_path / "one", progress=False)

@@ -60,6 +60,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Executor]:
         yield made
 
 
+@pytest.mark.matrix
 def test_any_executor_builds_the_same_bytes_and_is_not_shut_down(tmp_path: Path, pool: Executor) -> None:
     write_folder(tmp_path / "images", {"a": 1100, "b": 1})
     (tmp_path / "images/a/00700.jpg").write_bytes(b"bad")
@@ -349,6 +350,7 @@ class Bad(Numbers):
         return super().__getitem__(7) if index < 834 or 1000 <= index < 1166 else index
 
 
+@pytest.mark.matrix
 def test_a_unit_is_small_however_many_samples_there_are(tmp_path: Path) -> None:
     sizes = {}
     for count in (1100, 11000):

@@ -183,6 +183,7 @@ class Failing:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
+@pytest.mark.matrix
 def test_a_table_of_very_many_samples_is_not_mapped_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LMDBWriter(tmp_path / "d") as writer:
         for index in range(90_000):

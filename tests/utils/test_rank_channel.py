@@ -151,6 +151,7 @@ def test_ranks_whose_training_ends_are_told_what_rank_0_says():
     assert second["seen"] == [None, "at the end", "asked", None]
 
 
+@pytest.mark.matrix
 def test_a_rank_that_is_gone_keeps_nobody_from_stopping():
     first, second, gone = run_ranks("tests.utils.channel_ranks:one_never_answers", 3)
     assert gone is None

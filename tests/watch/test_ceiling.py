@@ -89,7 +89,7 @@ def test_the_first_batches_come_again_and_the_script_ends_inside_fit(tmp_path, k
 @pytest.mark.parametrize(
     ("kind", "settings", "steps"),
     few(
-        "other-numbers-of-batches",
+        "",
         {
             "same-number-of-batches": ("workers", {}, 180),
             "other-numbers-of-batches": (
@@ -136,7 +136,7 @@ def test_a_run_that_ends_before_it_is_measured_goes_on_to_its_own_end_and_that_i
 @pytest.mark.parametrize(
     ("kind", "settings", "trained", "why"),
     few(
-        "rank-1-fails",
+        "one-batch-an-epoch",
         {
             "rank-1-fails": (
                 "fails-1",

@@ -464,6 +464,7 @@ def test_processes_end_with_the_iterator() -> None:
     assert threads == []
 
 
+@pytest.mark.matrix
 def test_nothing_is_left_behind() -> None:
     def left() -> tuple[int, int, int]:
         me = psutil.Process()
