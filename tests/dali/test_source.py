@@ -46,6 +46,15 @@ def test_batches_come_in_their_order_with_bytes_and_labels(source: BatchSource, 
             assert image.tobytes() == Path(images.name(index)).read_bytes()
 
 
+def test_a_label_of_a_list_is_a_whole_number_of_64_bits(tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text(f"a b.jpg {2**63 - 1}\nc.jpg {-(2**63)}\n")
+    assert FileList(tmp_path / "list.txt").targets.tolist() == [2**63 - 1, -(2**63)]
+    for label in (2**63, -(2**63) - 1, 1.5, "b"):
+        (tmp_path / "list.txt").write_text(f"a.jpg 1\nb.jpg {label}\n")
+        with pytest.raises(ValueError, match=r"line 2: expected PATH LABEL, the label a whole number; got 'b\.jpg "):
+            FileList(tmp_path / "list.txt")
+
+
 def test_areas_are_those_of_the_fast_decoder(source: BatchSource) -> None:
     batches = list(source.batches(plan([4, 7], [1], epoch=2)))
     crops = RandomCrops(8, flip=True)
