@@ -115,7 +115,7 @@ def test_the_file_shows_threads_and_workers(tmp_path: Path) -> None:
     assert "Workers of the training loader: 2" in text
     assert f"  {asleep.pid}: sleeps" in text
     assert "; reads samples for 12.0 s" in text
-    assert f"  {gone.pid}: is gone; is not watched" in text
+    assert f"  {gone.pid}: is gone; is not monitored" in text
     assert "in stuck_here" in text
     assert "in test_the_file_shows_threads_and_workers" in text
 
