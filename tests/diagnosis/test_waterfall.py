@@ -225,6 +225,7 @@ class TestInsideTheSteps:
         waterfall = of(measured, NVML)
         assert (waterfall.waits["garbage_collection"], waterfall.waits["recompilation"]) == pytest.approx((1.5, 0.5))
         assert waterfall.launch_s == pytest.approx(1.5)
+        assert waterfall.work_s == pytest.approx(9.5 - 1.5 - 2.0)
 
     def test_no_more_of_that_than_the_gpu_was_idle(self) -> None:
         measured = replace(IDLE, compute_bound_s=1.0, paused={"garbage_collection": 1.5, "recompilation": 0.5})
