@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lightning_gpuopt import LMDBDataset, build_lmdb
-from lightning_gpuopt.images.checks import BadImage, check_image
+from lightning_gpuopt.images.checks import BadImage, check_image, decode_in_full
 from lightning_gpuopt.images.decode import decode_pil, jpeg_size
 from tests.images.flavours import SIDE, flavours, refused
 from tests.images.pictures import encoded, photo
@@ -37,6 +37,16 @@ def test_a_build_leaves_them_out(tmp_path: Path) -> None:
     info = build_lmdb(tmp_path / "folder", tmp_path / "lmdb", progress=False, max_skipped=1.0)
     assert (info.num_samples, info.num_skipped) == (1, len(refused()))
     assert LMDBDataset(tmp_path / "lmdb")[0][0].size == (200, 120)
+
+
+def test_a_jpeg_with_a_whole_header_and_its_end_is_not_decoded() -> None:
+    data = encoded(photo())
+    damaged = data[: len(data) // 2] + data[-2:]
+    check_image(damaged)
+    with pytest.raises(BadImage):
+        decode_in_full(damaged)
+    with pytest.raises(BadImage):
+        check_image(damaged[:-2])
 
 
 def test_a_jpeg_of_any_sampling_passes_where_it_is_decoded() -> None:
