@@ -69,6 +69,20 @@ def fails_in_torch() -> None:
     torch.ops.aten.add(torch.zeros(2), torch.zeros(3))
 
 
+@pytest.mark.parametrize(
+    ("module", "bad"), [("PIL.OfLaterImagePlugin", True), ("heifs.as_plugin", True), ("heifs.files", False)]
+)
+def test_what_a_plugin_of_pil_says_is_also_if_it_is_another_package_s(
+    module: str, bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call() -> None:
+        raise OSError("broken")
+
+    opens = types.FunctionType(call.__code__, {**globals(), "__name__": "heifs.as_plugin"})
+    monkeypatch.setattr(Image, "OPEN", {**Image.OPEN, "HEIFS": (opens, None)})
+    assert is_bad_image(error_of(types.FunctionType(call.__code__, {**globals(), "__name__": module}))) is bad
+
+
 IMAGE_OF, TORCHCODEC = "torchvision.io.image", "torchcodec.decoders._image_decoders"
 
 
