@@ -186,7 +186,7 @@ def smoke(folder: Path) -> None:
     """Each case, and what is said of it."""
     expect("leak", watched("leak", folder / "leak"), "exception", "MemoryError", "Leak.__getitem__")
     waits = watched("lock", folder / "lock", until=lambda found: "a lock" in found["likely"])
-    expect("lock", waits, "unknown", "not a hang yet", "Lock.__getitem__", "held when it was forked")
+    expect("lock", waits, "unknown", "not a hang yet", "Lock.__getitem__", "held during the fork")
     full = watched("full-shm", folder / "full-shm")
     expect("full-shm", full, "bus_error", f"sample {BAD_SAMPLE}", "FullShm.__getitem__", "/dev/shm")
 

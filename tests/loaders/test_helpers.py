@@ -45,6 +45,16 @@ def test_threads_are_found_in_attributes_lists_and_bound_methods(over: threading
     assert names(held) == ["one", "three", "two"]
 
 
+def test_and_behind_objects_that_hold_one_another(over: threading.Event) -> None:
+    crowd = [Holds() for _ in range(40)]
+    for each in crowd:
+        vars(each).update(others=crowd, itself=each)
+    deep: Any = started(over, "deep")
+    for _ in range(6):
+        deep = Holds(inner=deep)
+    assert names(Holds(crowd=crowd, deep=deep)) == ["deep"]
+
+
 def test_and_in_the_variables_of_a_suspended_generator(over: threading.Event) -> None:
     def generate() -> Iterator[int]:
         thread = started(over, "inside")

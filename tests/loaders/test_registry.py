@@ -149,6 +149,27 @@ def test_nothing_is_left_once_all_have_left(tmp_path: Path) -> None:
     assert LoaderRegistry.of(trainer).find(loader) is None
 
 
+class Watches(Subscriber):
+    """Is there when workers start."""
+
+    def start_workers(self, seen: SeenLoader, create: Callable[[], Any]) -> Any:
+        self.log.append("trains" if seen.is_training else "validates")
+        return create()
+
+
+def test_who_is_there_when_workers_start_is_so_for_validation_too_and_leaves_its_loader_as_it_was(
+    tmp_path: Path,
+) -> None:
+    log: list[Any] = []
+    callback, validation = Subscribes(Watches("a", log)), tensors()
+    trainer = tiny_trainer(tmp_path, callbacks=[callback], max_steps=-1, max_epochs=2, limit_val_batches=1)
+    trainer.fit(TinyModel(num_batches=3), tensors(), validation)
+    assert log == ["validates", "trains", "validates", "trains", "validates"]  # the first to see whether it can
+    assert "_get_iterator" in vars(validation)
+    callback.undo[0]()
+    assert "_get_iterator" not in vars(validation)
+
+
 def test_reloaded_loaders_are_let_go(tmp_path: Path) -> None:
     subscriber = Subscriber("a", [])
 
