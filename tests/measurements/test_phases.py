@@ -8,7 +8,7 @@ import pytest
 
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.loading import QueueTimes, WorkerTimes
-from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
+from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes, WindowRecord
 from lightning_gpuopt.measurements.summed import Summed
 
 
@@ -36,3 +36,11 @@ def test_every_field_takes_part(kind: type[Summed]) -> None:
     full = kind(**{name: {"x": number + 1.0} if name in mappings else number + 1 for number, name in enumerate(names)})
     assert full + full - full == full
     assert full - full == kind(**{name: {"x": 0.0} if name in mappings else 0 for name in names})
+
+
+def test_windows_that_follow_each_other_are_one() -> None:
+    first = WindowRecord(10, 40, 2.0, {"data_wait": 0.5, "gpu_work": 1.5}, {"rss_mib": 100.0}, {"forward": 0.25})
+    second = WindowRecord(5, 45, 1.0, {"gpu_work": 1.0}, {"rss_mib": 110.0}, {"forward": 0.5, "backward": 0.125})
+    assert first.joined(second) == WindowRecord(
+        15, 45, 3.0, {"data_wait": 0.5, "gpu_work": 2.5}, {"rss_mib": 110.0}, {"forward": 0.75, "backward": 0.125}
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Callable
@@ -9,6 +10,8 @@ from collections.abc import Callable
 import pytest
 
 from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs, LookAhead
+from tests.fork_server import start
+from tests.helpers import wait_for
 
 MS = 1_000_000
 
@@ -57,6 +60,28 @@ def test_python_holds_the_lock_and_waits_for_nothing() -> None:
     assert costs.held > 0.8
     assert costs.blocked < 0.2
     assert (costs.threads(), costs.share(64)) == (1, (64, 1))
+
+
+BUSY = """
+import os, sys
+os.sched_setaffinity(0, {int(sys.argv[1])})
+print(flush=True)
+while True:
+    pass
+"""
+
+
+def test_waiting_for_a_cpu_is_no_waiting_for_storage() -> None:
+    cpus = os.sched_getaffinity(0)
+    busy = start(["-c", BUSY, str(min(cpus))])
+    try:
+        wait_for(lambda: len(busy.lines()) == 1)
+        os.sched_setaffinity(0, {min(cpus)})
+        costs = costs_of(lambda: sum(range(20_000)))
+    finally:
+        os.sched_setaffinity(0, cpus)
+        busy.kill()
+    assert costs.blocked < 0.2
 
 
 @pytest.mark.timed
