@@ -283,6 +283,16 @@ class TestPinningOnAThread:
         assert streams.taken() == []
 
 
+def test_a_pageable_batch_is_timed_by_the_way_that_it_has_gone() -> None:
+    made, _ = pipeline()
+    for _ in range(10):
+        staged = made.stage([torch.ones(4)], 0)
+        staged.way = made._pinning.way
+        staged.host_s = {"plain": 2.0, "thread": 1.0}[staged.way]
+        made.deliver(staged)
+    assert made._pinning.way == "thread"
+
+
 def test_two_ways_are_timed_without_their_first_batch() -> None:
     faster = FasterOfTwo("plain", "other")
     for number in range(4):
