@@ -56,7 +56,7 @@ def _run(arguments: list[str]) -> int:
     arguments, command = _split(arguments)
     parser = Parser(
         prog="lightning-gpuopt",
-        description="Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, verify.",
+        description="Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, prove.",
         version=__version__,
     )
     parser.add_debug_switch()
