@@ -1,4 +1,4 @@
-"""Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, verify.
+"""Find out why the GPU waits in a PyTorch Lightning run: measure, diagnose, fix, prove.
 
 The names resolve on first use, so that importing this package imports neither torch nor Lightning.
 """
