@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import multiprocessing
 import random
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -153,8 +154,11 @@ def test_loaders_of_every_kind(loader: DataLoader[Any], monkeypatch: pytest.Monk
 def test_what_goes_wrong_comes_out_as_in_training(
     loader: DataLoader[Any], error: type[BaseException], text: str | None
 ) -> None:
-    with pytest.raises(error, match=text):
+    before = set(multiprocessing.active_children())
+    with pytest.raises(error, match=text) as raised:
         find_num_workers(loader, **QUICK)
+    assert raised.traceback  # which holds the iterator
+    assert set(multiprocessing.active_children()) <= before
 
 
 def test_a_dataset_that_gives_nothing_takes_no_longer_than_the_budget() -> None:
