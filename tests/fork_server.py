@@ -2,8 +2,8 @@
 
 ``start(["-m", "tests.some_rank", "what"], env)`` is ``python -m tests.some_rank what``: a process with its own
 environment and output, which may die as it likes. The server starts with the first one, and ends with the tests.
-``lightning-gpuopt watch`` in such a process forks the Python that it is to run, too; a real interpreter is started by
-the tests of watch itself.
+``lightning-gpuopt watch`` in such a process forks the Python that it is to run, too. All is imported
+already: what depends on the order of imports is tested with interpreters.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from pathlib import Path
 from time import monotonic
 from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
+
+import numpy
 
 PRELOADED = (
     "torch.distributed",
@@ -85,9 +87,9 @@ class Ran:
         return self._output
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended; its end is waited for."""
+        """SIGKILL, to its group, unless it has ended; its end is waited for."""
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
             self._server.wait(self.pid, 30.0)
 
 
@@ -144,6 +146,7 @@ class ForkServer:
             self.ended[message["pid"]] = message["status"]
             return None
         pid: int = message["pid"]
+        self.ended.pop(pid, None)  # of an earlier process of this number
         return pid
 
     def close(self) -> None:
@@ -222,7 +225,8 @@ def _serve(link: socket.socket) -> dict[str, Any] | None:
                 data, descriptors, _, _ = socket.recv_fds(link, _LARGEST, 2)
                 if not data:
                     for pid in running:
-                        os.kill(pid, signal.SIGKILL)
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
                     return None
                 pid = os.fork()
                 if not pid:
@@ -267,6 +271,7 @@ def _become(arguments: list[str], env: Mapping[str, str], cwd: str) -> NoReturn:
     os.environ.update(env)
     os.chdir(cwd)
     random.seed()
+    numpy.random.seed()
     importlib.invalidate_caches()
     sys.modules["lightning_gpuopt.watch.child"].subprocess = SimpleNamespace(Popen=_forked)  # type: ignore[attr-defined]
     code = _run(arguments)

@@ -176,7 +176,7 @@ class AdjustableLoader:
         managed = self._only
         lost = None if managed is None else managed.step_done(self._iterator)
         if lost is not None and lost.kind == "order":
-            text = f"AutoFix: {lost.why}. From the next epoch on, your settings apply again."
+            text = f"AutoFix: {lost.why}. From the next epoch on, it is read no further ahead than you set."
             say_once(self._trainer, "autofix-order", text)
         return None if lost is None else lost.why
 

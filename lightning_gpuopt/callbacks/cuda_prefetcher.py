@@ -109,7 +109,7 @@ class CudaPrefetcher(CallbackBase):
         if self.enabled == "auto" and device != "cuda":
             return f"the Trainer's device is {device}, where copies cannot be hidden"
         if count_holders is None:
-            return "this torch does not report which streams use a tensor's memory"
+            return "this torch cannot count the tensors that share a storage"
         missing = loops.missing_names(trainer, pl_module)
         if missing is not None:
             return f"this Lightning has no {missing}"

@@ -123,7 +123,8 @@ class GpuUtilMonitor(CallbackBase):
         device = trainer.strategy.root_device
         if self.devices == "auto" and device.type != "cuda":
             text = (
-                f'GpuUtilMonitor(devices="auto") has no GPU to monitor: the Trainer runs on {device.type}; use "all".'
+                f'GpuUtilMonitor(devices="auto") has no GPU to monitor: the Trainer runs on {device.type}; '
+                'devices="all" monitors every visible GPU.'
             )
             say_once(trainer, "gpu-monitor-no-cuda", text, warn=False)
             return

@@ -179,7 +179,7 @@ class StallDetector(CallbackBase):
 
     @property
     def folder(self) -> str | None:
-        """The path of the last ``fit``'s report; None if none is written."""
+        """The folder of the last ``fit``'s report, also before it is written; None if none is written."""
         return self._folder
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -43,7 +43,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--ranks",
         type=Ranks,
         metavar="N",
-        help="GPUs, each with a process and a loader; --cpus is their total",
+        help="GPUs, each with a process and a loader; --cpus counts those of all of them",
     )
     add("--link-gb-per-s", type=GbPerS, metavar="X", help="GB/s between the GPUs; default: NVLink, PCIe and a network")
     add(

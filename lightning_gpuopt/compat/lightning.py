@@ -358,7 +358,7 @@ def stage_runner(trainer: Trainer) -> tuple[str, Callable[[], Any]] | None:
     """Name and method of a Trainer that runs a ``fit``, ``test`` or another stage, once callbacks are set up.
 
     What it raises has come from there before any callback is told, and in processes that Lightning forks for its ranks,
-    if none is. ``Trainer._run_stage``; None: it is gone, and callbacks alone are told.
+    where no callback is told. ``Trainer._run_stage``; None: it is gone, and callbacks alone are told.
     """
     run = getattr(trainer, "_run_stage", None)
     return None if run is None else ("_run_stage", run)

@@ -44,7 +44,7 @@ class RunSettingsWatch:
         self._resting_bytes: int | None = None
 
     def see_batch(self, batch: Any) -> None:
-        """A step has ended; costs about 0.1 µs but if the batch is looked at."""
+        """A step has ended; costs about 0.1 µs, except when the batch is inspected."""
         self._batches += 1
         if self._batches < self._next_look:
             return

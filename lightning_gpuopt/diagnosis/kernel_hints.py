@@ -47,7 +47,7 @@ def _hints(kernels: StepKernels, work_share: float) -> Iterator[Hint]:
         most = _gain_of(transposes, work_share)
         text = (
             f"cuDNN converts images between memory formats for {transposes:.0%} of the GPU's work. Images already in "
-            f"its convolutions' format need no conversion: {most:.2f}x at most."
+            f"its convolutions' format need no conversion: the gain is {most:.2f}x at most."
         )
         evidence = {"transposes_percent": round(transposes * 100, 1), "gain_at_most": round(most, 2)}
         yield Hint(

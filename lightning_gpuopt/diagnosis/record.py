@@ -87,14 +87,14 @@ class Risk:
 
 @dataclass(frozen=True)
 class HotSpots:
-    """The code lines that take a finding's time, from stack samples of the thread that spends it.
+    """The places in the code that take a finding's time, from stack samples of the thread that spends it.
 
     Attributes:
         finding: its cause, for a callback with its name: ``"callback MyCallback"``.
         process: where it was sampled: ``"training process"``, ``"worker 0"``.
         seconds: sampled time.
         samples: number of samples.
-        places: the code lines, those with most time first.
+        places: those in the code, those with most time first.
     """
 
     finding: str

@@ -176,8 +176,9 @@ def uneven_ranks(batches: Mapping[int, int]) -> Iterator[Risk]:
         "batches_fewer": float(fewer),
     }
     advice = (
-        "Give all ranks equally many: a DistributedSampler pads them, or truncates them with drop_last=True; split a "
-        f"stream evenly, or set Trainer(limit_train_batches={fewest}); torch's Join context lets ranks finish early."
+        "Give all ranks the same number of batches: a DistributedSampler pads them, or truncates them with "
+        f"drop_last=True; split a stream evenly, or set Trainer(limit_train_batches={fewest}); torch's Join context "
+        "lets ranks finish early."
     )
     yield Risk("uneven_ranks", text, evidence, advice)
 

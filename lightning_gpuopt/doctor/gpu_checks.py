@@ -264,7 +264,7 @@ def _others(values: Mapping[str, float], index: int) -> Check | None:
     words += [f"{filled:.0f} % of its memory in use"] if filled is not None else []
     found = ", ".join(words)
     if (busy or 0.0) >= _OTHERS_PERCENT or (filled or 0.0) >= _OTHERS_PERCENT:
-        why = "Another program uses this GPU now and shares its time with yours."
+        why = "Another program uses this GPU now: your program shares the GPU's time with it."
         return Check("others", "note", found, measured, why, f"nvidia-smi -i {index} lists the programs")
     return Check("others", "ok", found, measured)
 

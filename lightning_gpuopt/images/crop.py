@@ -137,7 +137,7 @@ class RandomCrops:
         """The sample's area; its first image decides."""
         if not hasattr(self._sample, "key"):
             raise RuntimeError(
-                "an image is decoded in another thread than its sample is read: decode it in that thread"
+                "an image is decoded in another thread than the one that reads its sample: decode it in the latter"
             )
         area: Area | None = self._sample.area
         if area is None:

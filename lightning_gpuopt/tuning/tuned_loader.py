@@ -214,7 +214,9 @@ class TunedLoader:
         if lost is not None and lost.kind == "dataset":
             raise CannotChange(f"a loader with num_workers=0 alone: {lost.why}")
         if lost is not None and lost.kind == "order":
-            self._say(f"order-{self._index}", f"{lost.why}. From the next epoch on, your settings apply again.")
+            self._say(
+                f"order-{self._index}", f"{lost.why}. From the next epoch on, it is read no further ahead than you set."
+            )
             raise CannotChange(f"a loader alone: {lost.why}")
         if lost is not None and lost.kind == "draws":
             raise CannotChange(f"a loader alone: {lost.why}")

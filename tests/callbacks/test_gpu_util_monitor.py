@@ -296,7 +296,10 @@ def test_auto_on_a_cpu_trainer_says_so_and_touches_no_nvml(simulator, run, told)
     simulator.machine(Gpu())
     logger = run(GpuUtilMonitor())
     assert logger.records == []
-    assert told.infos == ['GpuUtilMonitor(devices="auto") has no GPU to monitor: the Trainer runs on cpu; use "all".']
+    assert told.infos == [
+        'GpuUtilMonitor(devices="auto") has no GPU to monitor: the Trainer runs on cpu; '
+        'devices="all" monitors every visible GPU.'
+    ]
     assert told.warnings == []
     assert simulator.calls() == 0
 

@@ -71,7 +71,7 @@ def test_numpy_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"no array")
     refused(ValueError, r"not a \.npy file that can be read")
     (tmp_path / "x.npy").write_bytes(npy(np.zeros(100))[:-1])
-    refused(DamagedError, "927 bytes long; by its header 928")
+    refused(DamagedError, "927 bytes long, its header says 928")
     np.savez(tmp_path / "y.npz", a=np.zeros(3), b=np.zeros(4))
     with pytest.raises(ValueError, match="expected arrays with the same number of rows, got a 3, b 4"):
         open_source(tmp_path / "y.npz")

@@ -89,7 +89,6 @@ def reports(tmp_path: Path) -> list[str]:
     return sorted(str(path.relative_to(run)) for path in run.rglob("*") if path.is_file())
 
 
-@pytest.mark.matrix
 def test_a_script_that_was_never_written_for_it(tmp_path):
     code, out, err = watch(tmp_path, scripts.PLAIN, "3", run=EXECUTED)
     assert code == 3

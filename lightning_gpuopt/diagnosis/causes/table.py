@@ -116,8 +116,8 @@ _ALL: Final = (
             "of the time. Try another hw_decoder_load, the share of the JPEG images that goes to the hardware decoder, "
             "and a larger num_threads for those that the CPU helps to decode. {smaller}.",
             "nodes": "The graph's {num_workers} workers compute all the time and CPUs are free: "
-            'ParallelMapper(..., num_workers=N, method="process"). Threads share one interpreter, and take turns in it '
-            "code one thread at a time.",
+            'ParallelMapper(..., num_workers=N, method="process"). Threads share one interpreter, which runs '
+            "Python code one thread at a time.",
         },
     ),
     Cause(
@@ -269,7 +269,7 @@ _ALL: Final = (
             "finder": "NumWorkersFinder started workers, or measured how many are needed. It does so at the beginning, "
             "which matters in a run this short. Set the num_workers it found, and remove it.",
             "measuring": "This is the cost of measuring and of AutoFix's changes: it matters in a run this short, or "
-            "with steps this short. Training without them does not have it.",
+            "with steps this short. Training without them has no such cost.",
         },
     ),
     Cause(

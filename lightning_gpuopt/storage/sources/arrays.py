@@ -66,7 +66,7 @@ class NumpySource(RowSource):
             header = _Header(stream, self.path)
         present, needed = os.path.getsize(self.path), header.data_offset + header.shape[0] * header.row_bytes
         if present < needed:
-            raise DamagedError(f"{self.path}: {present} bytes long; by its header {needed}: copy it again")
+            raise DamagedError(f"{self.path}: {present} bytes long, its header says {needed}: copy it again")
         return header
 
     def _npz_headers(self) -> dict[str, _Header]:

@@ -211,4 +211,6 @@ def _is_compressed(stream: BinaryIO) -> str | None:
 
 
 def not_whole(path: str, why: str) -> DamagedError:
-    return DamagedError(f"{path}: not a whole tar ({why}); copy it again from its source, or remove it")
+    return DamagedError(
+        f"{path}: not a whole tar ({why}); copy it again from its source, or leave it out of the samples"
+    )

@@ -97,8 +97,8 @@ def build_lmdb(
             Parquet files, without `shuffle_seed` and `part`).
         overwrite: Replace the dataset at `path`, which stays until the new one is whole.
         strict: Stop at the first image that cannot be decoded. Otherwise such images are left out, counted, and listed
-            in ``skipped.csv`` with their index in the source, name and the reason: those of which a decoder says so
-            (``PIL.UnidentifiedImageError``, or an error that a decoder of yours raises about the bytes).
+            in ``skipped.csv`` with their index in the source, name and the reason: those of which PIL and its plugins,
+            simplejpeg, ``torchvision.io`` or torchcodec say so.
             Every other error stops the build, and `resume` goes on.
         allow_pickle: Unpickle the values of an LMDB, which runs whatever code its author wished.
         image_size: Bring the shorter side of larger images down to as many pixels. They become JPEG, whatever they

@@ -44,7 +44,7 @@ class Staging:
     """An unfinished dataset: begun or resumed, and published or left for a resume.
 
     `plan` is plain JSON that all runs at work on the dataset share; a `part` (i, n) owns the shards whose number modulo
-    n is i, and cannot publish. `place` gets another plan that the build was begun with, if its shards began, and the
+    n is i, and cannot publish. `place` gets another plan that the build was begun with, where its shards began, and the
     samples of the finished ones; it gives where shards begin now, and which stay, or raises ValueError with the reason
     (None: only its own plan will do). FileExistsError if something must stay, StorageError if another process
     builds here or the plan differs.
