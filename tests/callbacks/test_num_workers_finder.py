@@ -533,8 +533,8 @@ def test_a_stall_detector_beside_it_begins_anew_with_other_workers(tmp_path: Pat
 
     fit(tmp_path, Model(loader(length=80)), NumWorkersFinder(), detector, AfterBatch(looks), max_epochs=1)
     note = (
-        "Only 1 step has run since the loader was changed, warm-up included: nothing is diagnosed, a verdict needs 3 "
-        "or more."
+        "Only 1 step has run since the loader was changed, warm-up included: nothing is diagnosed, a verdict needs at "
+        "least 3."
     )
     assert seen["too early"][0] == note
     assert (seen["changed after"], seen["steady steps"]) == (5, 31 - 5 - 2)
