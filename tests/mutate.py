@@ -34,9 +34,9 @@ def mutations() -> list[dict[str, str]]:
 
 def own_tests(file: str) -> list[str]:
     """The tests of a file's room, those of the file itself first; of a room in a room those of both."""
-    folder = Path("tests") / Path(file).relative_to("lightning_gpuopt").parts[0]
-    own = f"test_{Path(file).name}"
-    return [*(str(path.relative_to(ROOT)) for path in sorted((ROOT / folder).rglob(own))), str(folder)]
+    folders = [Path("tests") / Path(file).relative_to("lightning_gpuopt").parts[0], Path("tests") / Path(file).stem]
+    own = sorted((ROOT / folders[0]).rglob(f"test_{Path(file).name}"))
+    return [*(str(path.relative_to(ROOT)) for path in own), *(str(each) for each in folders if (ROOT / each).is_dir())]
 
 
 def mutated(text: str, mutation: dict[str, str]) -> str:

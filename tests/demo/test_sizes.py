@@ -99,7 +99,6 @@ def test_the_channels_are_multiplied() -> None:
         assert network(images).shape == (2, 8)
 
 
-@pytest.mark.matrix
 def test_epochs_are_added_until_the_run_is_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 4.0, 8.0, 12.0])
 

@@ -236,7 +236,6 @@ def test_the_line_of_a_gain_says_what_was_predicted() -> None:
     assert gain_line(Proof("slow_storage", {}, None, 1.61)) == "measured 1.61x steps per second"
 
 
-@pytest.mark.matrix
 def test_what_is_slower_is_taken_back_and_the_rest_builds_upon_the_run_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
