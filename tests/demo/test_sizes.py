@@ -99,6 +99,17 @@ def test_the_channels_are_multiplied() -> None:
         assert network(images).shape == (2, 8)
 
 
+def test_validation_counts_what_the_network_gets_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module = PhotographNet(4).eval()
+    monkeypatch.setattr(module, "log", lambda *args, **kwargs: None)  # no Trainer runs it
+    images = torch.rand(8, 3, 64, 64)
+    guessed = module.network(images).argmax(1)
+    wrong = (guessed[:2] + 1) % 4
+    module.validation_step((images, torch.cat([wrong, guessed[2:]])), 0)
+    assert module.accuracy.compute() == 0.75
+
+
 def test_epochs_are_added_until_the_run_is_long_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.0, 4.0, 8.0, 12.0])
 
