@@ -151,7 +151,6 @@ TRAINED = {"datamodule", "weights", "global_step"}
 def run(kind: str, workers: int, *monitors: Callback, **options: Any) -> tuple[list[float], set[int]]:
     """The samples of a training, in which something changes after each third step; and the numbers of workers."""
     torch.manual_seed(1)
-    os.environ.pop("ADDED_TO_SAMPLES", None)
     Has.of_class = 0.0
     program, numbers = Program(), set[int]()
     given = KINDS[kind](program)
@@ -166,7 +165,10 @@ def run(kind: str, workers: int, *monitors: Callback, **options: Any) -> tuple[l
     with tempfile.TemporaryDirectory() as folder:
         callbacks = [AfterBatch(change), *monitors]
         program.trainer = tiny_trainer(Path(folder), max_steps=-1, max_epochs=2, callbacks=callbacks)
-        program.trainer.fit(program.model, loader)
+        try:
+            program.trainer.fit(program.model, loader)
+        finally:
+            os.environ.pop("ADDED_TO_SAMPLES", None)
     return program.model.seen, numbers
 
 

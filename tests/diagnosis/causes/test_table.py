@@ -82,6 +82,7 @@ def pages_with_evidence() -> Iterator[Path]:
 
 
 def test_the_evidence_in_the_docs_is_what_the_code_writes() -> None:
+    assert {page.stem for page in pages_with_evidence()} > {*CAUSES}
     for page in pages_with_evidence():
         keys = evidence_keys(page)
         assert keys, page
