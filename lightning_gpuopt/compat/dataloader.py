@@ -19,6 +19,7 @@ name                                             torch        when it is gone
 ``_in_order``, ``_try_put_index``
 ``_timeout``                                     2.4 - 2.13   a trial may wait longer than its deadline
 ``_shutdown_workers``                            2.4 - 2.13   workers end when the last reference to the iterator goes
+``_shutdown``                                    2.4 - 2.13   a worker that was killed may end a moment later
 ``_utils.pin_memory.pin_memory``                 2.4 - 2.13   the loader's pin-memory thread is left off
 ``DataLoader._iterator``, ``_get_iterator``,     2.4 - 2.13   the loader's workers are left as they are
 ``_reset``
@@ -46,6 +47,7 @@ BaseIterator: Any = _BaseDataLoaderIter
 # the kind of iterator that Lightning has end its workers as it drops a loader; nothing else of it is used
 WorkersIterator: Any = _MultiProcessingDataLoaderIter
 _MAP: Final = 0  # ``_DatasetKind.Map``
+_KILLED_S: Final = 5.0  # at most, for a worker that torch killed: torch 2.4 does not wait until it is gone
 _MAP_PIPES: Final = tuple(filter(None, [getattr(torch.utils.data, "MapDataPipe", None)]))
 # what a subclass leaves alone that iterates as a DataLoader does, and so do copies of it
 _ITERATES_BY: Final = frozenset(
@@ -102,6 +104,9 @@ def shut_down(iterator: Any) -> None:
     end = getattr(iterator, "_shutdown_workers", None)
     if end is not None:
         end()
+    if getattr(iterator, "_shutdown", False):
+        for worker in workers_of(iterator):
+            worker.join(_KILLED_S)
 
 
 def wait_at_most(iterator: Any, seconds: float) -> None:
