@@ -19,7 +19,7 @@ from torch.profiler import ProfilerActivity
 
 from lightning_gpuopt.telemetry.cuda import choose_current
 from lightning_gpuopt.telemetry.sampler import GpuSampler
-from lightning_gpuopt.timeline.calls import LastCall
+from lightning_gpuopt.timeline.last_call import LastCall
 from lightning_gpuopt.timeline.records import Record, records_of
 
 Found = tuple[dict[str, Any], dict[str, bool]]

@@ -30,7 +30,7 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.flight import FlightRecorder
-from lightning_gpuopt.recorder.reading import note_fetches
+from lightning_gpuopt.recorder.sample_notes import note_fetches
 from lightning_gpuopt.recorder.worker import BEAT_S
 from lightning_gpuopt.timeline.phases import Timeline
 

@@ -37,8 +37,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import NumWorkersFinder
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.running import RunningLoader
+from lightning_gpuopt.tuning.running_search import LivePolicy
 
 BATCH = 16
 SETTLED_BY = 60

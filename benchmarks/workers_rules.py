@@ -28,9 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.search import Search
-from lightning_gpuopt.tuning.workers import Measured, Trial
+from lightning_gpuopt.tuning.search_result import Measured, Trial
+from lightning_gpuopt.tuning.worker_limits import Cap
 
 MOST = 16
 CAP = Cap(MOST, "max_num_workers")

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from evaluation import line_parts as parts
 from evaluation.parts import MetricsEveryStep, Model
 from lightning_gpuopt import StallDetector, StallReport
-from lightning_gpuopt.diagnosis.where import is_the_loaders
+from lightning_gpuopt.diagnosis.code_places import is_the_loaders
 
 STEPS = 70
 _TARGET = 0.95

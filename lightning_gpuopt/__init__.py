@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.storage.writer import LMDBWriter
     from lightning_gpuopt.storage.writing.build import build_lmdb
     from lightning_gpuopt.tuning.find import find_num_workers
-    from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
+    from lightning_gpuopt.tuning.search_result import NumWorkersResult, Trial
 
 __all__ = [
     "AutoFix",
@@ -65,12 +65,12 @@ _HOMES = {
     "LMDBInfo": "lightning_gpuopt.storage.format",
     "LMDBWriter": "lightning_gpuopt.storage.writer",
     "NumWorkersFinder": "lightning_gpuopt.callbacks.num_workers_finder",
-    "NumWorkersResult": "lightning_gpuopt.tuning.workers",
+    "NumWorkersResult": "lightning_gpuopt.tuning.search_result",
     "Risk": "lightning_gpuopt.diagnosis.report",
     "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
     "StallError": "lightning_gpuopt.diagnosis.diagnose",
     "StallReport": "lightning_gpuopt.diagnosis.report",
-    "Trial": "lightning_gpuopt.tuning.workers",
+    "Trial": "lightning_gpuopt.tuning.search_result",
     "build_lmdb": "lightning_gpuopt.storage.writing.build",
     "find_num_workers": "lightning_gpuopt.tuning.find",
 }

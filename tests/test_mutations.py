@@ -26,5 +26,5 @@ def test_there_are_two_in_each_room() -> None:
 
 
 def test_a_file_s_own_tests_are_run_first() -> None:
-    assert own_tests("lightning_gpuopt/utils/bounded.py") == ["tests/utils/test_bounded.py", "tests/utils"]
+    assert own_tests("lightning_gpuopt/utils/time_limit.py") == ["tests/utils/test_time_limit.py", "tests/utils"]
     assert own_tests("lightning_gpuopt/storage/writing/lock.py")[-1] == str(Path("tests/storage"))

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, judge, wanted_changes
-from lightning_gpuopt.autofix.trial import ChangeTrial, RunLength, TrialHistory
+from lightning_gpuopt.autofix.trial_history import ChangeTrial, RunLength, TrialHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change, Finding

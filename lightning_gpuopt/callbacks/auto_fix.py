@@ -11,7 +11,7 @@ from typing_extensions import override
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.autofix.controller import AutoFixController
 from lightning_gpuopt.autofix.policy import FIXES, Fix
-from lightning_gpuopt.autofix.trial import run_length_of
+from lightning_gpuopt.autofix.trial_history import run_length_of
 from lightning_gpuopt.callbacks._sleeping_prefetcher import SleepingPrefetcher
 from lightning_gpuopt.callbacks.cuda_prefetcher import CudaPrefetcher
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder

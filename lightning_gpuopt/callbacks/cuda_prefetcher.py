@@ -10,7 +10,7 @@ from lightning_gpuopt.compat import lightning_loops as loops
 from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trainer, say_once
 from lightning_gpuopt.compat.torch_internals import count_holders
 from lightning_gpuopt.measurements.gpu import AheadCopies
-from lightning_gpuopt.prefetch.fit import PrefetchedRun
+from lightning_gpuopt.prefetch.prefetched_run import PrefetchedRun
 from lightning_gpuopt.prefetch.stream import CopyTimes
 from lightning_gpuopt.utils.arguments import refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard

@@ -8,9 +8,9 @@ from typing import Any, Final, Literal, get_args
 from typing_extensions import override
 
 from lightning_gpuopt.compat.lightning import STEP_OUTPUT, LightningModule, Trainer
-from lightning_gpuopt.tuning.fit import TunedFit
+from lightning_gpuopt.tuning.search_result import Trial, WorkersChoice
 from lightning_gpuopt.tuning.tuned_loader import FinderOptions
-from lightning_gpuopt.tuning.workers import Trial, WorkersChoice
+from lightning_gpuopt.tuning.tuned_run import TunedFit
 from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 

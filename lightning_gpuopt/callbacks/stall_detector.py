@@ -19,22 +19,22 @@ from lightning_gpuopt.detector.options import DetectorOptions, WindowListener
 from lightning_gpuopt.detector.report_files import is_remote, read_report, write_report
 from lightning_gpuopt.detector.session import DetectorSession
 from lightning_gpuopt.diagnosis.causes.table import cause_of
+from lightning_gpuopt.diagnosis.code_places import finding_name
 from lightning_gpuopt.diagnosis.compare import compare
 from lightning_gpuopt.diagnosis.diagnose import StallError
 from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import Finding, Risk, StallReport
-from lightning_gpuopt.diagnosis.where import finding_name
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.measurements.flight import SETS_UP, TRAINS, VALIDATES
 from lightning_gpuopt.measurements.phases import PHASES
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.recorder.handover import Watcher
-from lightning_gpuopt.recorder.reader import FOLDER
+from lightning_gpuopt.recorder.ring_reader import FOLDER
 from lightning_gpuopt.utils.arguments import choice, flag, or_none, real_number, refuse, whole_number
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.progress_bar import BarItem, print_once_fit_has_ended
 from lightning_gpuopt.utils.rank_stop import RankStop
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from lightning_gpuopt.cli._parser import UsageError
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from lightning_gpuopt.tuning.workers import NumWorkersResult
+    from lightning_gpuopt.tuning.search_result import NumWorkersResult
 
 SUMMARY = "measure how many workers a DataLoader needs"
 
@@ -63,7 +63,7 @@ def run(options: Namespace) -> int:
     """Search, and print the trials, a plot of them, and the choice."""
     loader = _load(options.loader)
     from lightning_gpuopt.tuning.find import check_shared, find_num_workers
-    from lightning_gpuopt.tuning.indices import own_sampling
+    from lightning_gpuopt.tuning.trial_samples import own_sampling
     from lightning_gpuopt.utils.arguments import ArgumentTypeError
 
     try:

@@ -48,7 +48,7 @@ def _read(folder: Path) -> PostMortem | None:
     """What was written when the command ended, or else what rings say now; the later of the two."""
     from lightning_gpuopt.postmortem.analysis import post_mortem_of
     from lightning_gpuopt.postmortem.record import FILE, PostMortem
-    from lightning_gpuopt.recorder.reader import is_alive, records_in, writes_elsewhere
+    from lightning_gpuopt.recorder.ring_reader import is_alive, records_in, writes_elsewhere
     from lightning_gpuopt.recorder.stacks import ask, wait_of
 
     records, now_s = records_in(folder), time.time()

@@ -14,7 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 
 from lightning_gpuopt.cli._parser import UsageError, writing_to
 from lightning_gpuopt.watch.child import end_like, run_child, signals_held
-from lightning_gpuopt.watch.mailbox import Watch, new_folder
+from lightning_gpuopt.watch.shared_notes import Watch, new_folder
 
 if TYPE_CHECKING:
     from lightning_gpuopt.watch.flight_watch import FlightWatch

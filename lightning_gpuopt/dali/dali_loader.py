@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 import torch
 
-from lightning_gpuopt.dali.encoded import Bytes
+from lightning_gpuopt.dali.encoded_images import Bytes
 from lightning_gpuopt.dali.pipelines import PipelineError
 from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 from lightning_gpuopt.dali.source import PPM, BatchSource, EncodedBatch, none_left

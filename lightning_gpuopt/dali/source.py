@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from lightning_gpuopt.dali.encoded import Bytes, EncodedImages, Labels
+from lightning_gpuopt.dali.encoded_images import Bytes, EncodedImages, Labels
 from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.other_decoder import as_ppm, for_other_decoder

@@ -16,8 +16,8 @@ from lightning_gpuopt.loading.engine.shared_blocks import can_share
 from lightning_gpuopt.objects.dataset_state import UnshareableObject
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
-from lightning_gpuopt.tuning.caps import PART_OF_SHARED_MEMORY, workers_in
 from lightning_gpuopt.tuning.main_script import is_guarded, script_run_again
+from lightning_gpuopt.tuning.worker_limits import PART_OF_SHARED_MEMORY, workers_in
 
 # where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are
 _LARGE_BATCH: Final = 256 << 20

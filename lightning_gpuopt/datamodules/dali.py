@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_gpuopt.compat.lightning import MisconfigurationException
 from lightning_gpuopt.dali import pipelines
 from lightning_gpuopt.dali.dali_loader import DALILoader
-from lightning_gpuopt.dali.encoded import EncodedImages, FileList
+from lightning_gpuopt.dali.encoded_images import EncodedImages, FileList
 from lightning_gpuopt.dali.library import load_dali
 from lightning_gpuopt.dali.running_pipeline import RunningPipeline
 from lightning_gpuopt.dali.source import Areas, BatchSource, CenterAreas, RandomAreas

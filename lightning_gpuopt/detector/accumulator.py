@@ -8,9 +8,9 @@ from typing import Any, Final
 from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding
+from lightning_gpuopt.measurements.counters import since
 from lightning_gpuopt.measurements.loading import LoaderReading, Pipelines, QueueTimes
 from lightning_gpuopt.measurements.phases import PhaseTimes, WindowRecord
-from lightning_gpuopt.measurements.summed import since
 from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.timeline.probe import Probe
 

@@ -10,9 +10,9 @@ from typing import Final, Literal
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.diagnosis.waterfall import hooks_s, in_steps, may_idle, worth_a_look
 from lightning_gpuopt.measurements.gpu import GpuTimes, StepLook, SyncSighting
-from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook
+from lightning_gpuopt.timeline.kernel_trace import CannotLookError, ProfilerLook
 from lightning_gpuopt.timeline.module_calls import ModuleCalls
-from lightning_gpuopt.timeline.syncs import SyncLook
+from lightning_gpuopt.timeline.sync_calls import SyncLook
 
 log = logging.getLogger(__name__)
 

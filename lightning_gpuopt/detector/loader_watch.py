@@ -33,7 +33,7 @@ from lightning_gpuopt.timeline.queues import QueueProbe
 from lightning_gpuopt.timeline.worker_clock import WorkerClock, watch_workers
 from lightning_gpuopt.timeline.worker_stacks import WorkerStacks
 from lightning_gpuopt.tuning.managed import changes_of
-from lightning_gpuopt.utils.weakly import weakly
+from lightning_gpuopt.utils.weak_reference import weakly
 
 log = logging.getLogger(__name__)
 

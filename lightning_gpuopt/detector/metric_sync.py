@@ -13,7 +13,7 @@ from typing_extensions import override
 from lightning_gpuopt.measurements.phases import STEP_HOOKS
 from lightning_gpuopt.measurements.ranks import MetricSync
 from lightning_gpuopt.timeline.phases import Timeline
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
 
 _IN_STEP: Final = frozenset(("forward", "backward", "optimizer"))
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from lightning_gpuopt.diagnosis.hints import PaddedBatch
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from lightning_gpuopt.compat.lightning import Trainer, shadow
 from lightning_gpuopt.measurements.flight import SETS_UP, Doing
 from lightning_gpuopt.recorder.flight import FlightRecorder
 from lightning_gpuopt.recorder.stacks import wait_of
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
 
 log = logging.getLogger(__name__)
 

@@ -21,6 +21,7 @@ from lightning_gpuopt.compat.lightning import LightningModule, Trainer
 from lightning_gpuopt.detector.rank_watch import gradients_of, is_sharded
 from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.causes.epoch import restart_in_run
+from lightning_gpuopt.diagnosis.code_places import hot_spots_of
 from lightning_gpuopt.diagnosis.diagnose import remarks, verdict_of
 from lightning_gpuopt.diagnosis.hints import PaddedBatch, padding_hints
 from lightning_gpuopt.diagnosis.kernel_hints import kernel_hints
@@ -29,7 +30,6 @@ from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
 from lightning_gpuopt.diagnosis.record import Change, Finding, Hint, Stretch
 from lightning_gpuopt.diagnosis.refuted import without_refuted
 from lightning_gpuopt.diagnosis.report import StallReport
-from lightning_gpuopt.diagnosis.where import hot_spots_of
 from lightning_gpuopt.diagnosis.witnesses import idle_shares
 from lightning_gpuopt.measurements.phases import STEP_HOOKS, PhaseTimes
 from lightning_gpuopt.timeline.windows import Window

@@ -11,8 +11,8 @@ from typing import Final
 
 from lightning_gpuopt.detector.loader_watch import LoaderWatch
 from lightning_gpuopt.diagnosis.causes.table import cause_of
+from lightning_gpuopt.diagnosis.code_places import belongs_to, finding_name, is_in_user_code, is_in_workers_before_it
 from lightning_gpuopt.diagnosis.record import Finding
-from lightning_gpuopt.diagnosis.where import belongs_to, finding_name, is_in_user_code, is_in_workers_before_it
 from lightning_gpuopt.measurements.code_location import Sampled
 from lightning_gpuopt.timeline import stacks
 from lightning_gpuopt.timeline.phases import Timeline

@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from lightning_gpuopt.timeline.look import OURS, refuse_beside_another
+from lightning_gpuopt.timeline.kernel_trace import OURS, refuse_beside_another
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from lightning_gpuopt.diagnosis.causes import epoch, pauses, ranks, step
 from lightning_gpuopt.diagnosis.causes.loader import data_findings
 from lightning_gpuopt.diagnosis.causes.pipeline import pipeline_findings
 from lightning_gpuopt.diagnosis.causes.slowdown import slowdown
+from lightning_gpuopt.diagnosis.code_places import with_places
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Finding, Verdict
-from lightning_gpuopt.diagnosis.where import with_places
 from lightning_gpuopt.diagnosis.witnesses import disagreement, idle_shares, witness_note
 from lightning_gpuopt.measurements.phases import GPU_WORK
 

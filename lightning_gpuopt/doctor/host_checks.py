@@ -10,7 +10,7 @@ from lightning_gpuopt.doctor.check import Check, not_known
 from lightning_gpuopt.doctor.facts import HostFacts, TorchFacts
 from lightning_gpuopt.doctor.gpu_checks import count_of_gpus
 from lightning_gpuopt.measurements.loader_model import most_workers
-from lightning_gpuopt.tuning.caps import files_wanted
+from lightning_gpuopt.tuning.worker_limits import files_wanted
 
 _CPUS_A_GPU: Final = 2.0  # one for the training process and one for a worker, at least
 _BUSY_SHARE: Final = 0.5  # where less than this share of the CPUs is idle, others use them

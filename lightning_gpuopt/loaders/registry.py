@@ -21,8 +21,8 @@ from lightning_gpuopt.compat.dataloader import iterator_maker
 from lightning_gpuopt.compat.lightning import Trainer, shadow, train_loaders
 from lightning_gpuopt.compat.lightning_loops import is_begun_by_fetcher
 from lightning_gpuopt.loaders.kinds import dataloader_in
-from lightning_gpuopt.utils.replacement import Replacement, identity
-from lightning_gpuopt.utils.weakly import weakly
+from lightning_gpuopt.utils.replaced_method import Replacement, identity
+from lightning_gpuopt.utils.weak_reference import weakly
 
 log = logging.getLogger(__name__)
 

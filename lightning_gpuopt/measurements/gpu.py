@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lightning_gpuopt.measurements.counters import Summed
 from lightning_gpuopt.measurements.kernels import StepKernels
-from lightning_gpuopt.measurements.summed import Summed
 
 
 @dataclass(frozen=True, slots=True)

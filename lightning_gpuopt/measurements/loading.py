@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from typing_extensions import override
 
+from lightning_gpuopt.measurements.counters import Summed
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
-from lightning_gpuopt.measurements.summed import Summed
 
 
 @dataclass(frozen=True, slots=True)

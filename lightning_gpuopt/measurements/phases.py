@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
-from lightning_gpuopt.measurements.summed import Summed, added
+from lightning_gpuopt.measurements.counters import Summed, added
 
 PHASES: Final = (
     *("data_wait", "transfer", "forward", "backward", "optimizer"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_gpuopt.measurements.summed import Summed
+from lightning_gpuopt.measurements.counters import Summed
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import Any, Final
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.risks import CopiedObject
 from lightning_gpuopt.objects.classes import facts_of
+from lightning_gpuopt.objects.memory_size import Clock, Weight, weigh
 from lightning_gpuopt.objects.walk import CONTAINERS, Limits, Node, Walk
-from lightning_gpuopt.objects.weight import Clock, Weight, weigh
 from lightning_gpuopt.utils.plain_containers import entries_of, length_of
 
 log = logging.getLogger(__name__)

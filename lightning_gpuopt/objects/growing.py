@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 from torch.utils.data import Dataset
 
+from lightning_gpuopt.objects.memory_size import Clock, Weight, weigh
 from lightning_gpuopt.objects.walk import CONTAINERS, Limits, Node, Walk
-from lightning_gpuopt.objects.weight import Clock, Weight, weigh
 from lightning_gpuopt.utils.plain_containers import length_of
-from lightning_gpuopt.utils.weakly import weakly
+from lightning_gpuopt.utils.weak_reference import weakly
 
 log = logging.getLogger(__name__)
 

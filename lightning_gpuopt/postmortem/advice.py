@@ -6,8 +6,8 @@ import signal
 from collections.abc import Mapping
 from typing import Final
 
-from lightning_gpuopt.postmortem.death import ECHO, Death
 from lightning_gpuopt.postmortem.memory_before import Memory
+from lightning_gpuopt.postmortem.process_end import ECHO, Death
 from lightning_gpuopt.postmortem.record import Ended
 
 _LESS_MEMORY: Final = (

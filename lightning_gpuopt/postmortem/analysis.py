@@ -10,11 +10,11 @@ from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
-from lightning_gpuopt.postmortem.death import ECHO, CommandEnd, Death, ProcessEnd, errors_of, exception_in
-from lightning_gpuopt.postmortem.deaths import deaths_of
 from lightning_gpuopt.postmortem.events import checked
 from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, HangDescription, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory_before import Memory, in_words, memory_of, oom_kills
+from lightning_gpuopt.postmortem.process_end import ECHO, CommandEnd, Death, ProcessEnd, errors_of, exception_in
+from lightning_gpuopt.postmortem.rank_deaths import deaths_of
 from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
 from lightning_gpuopt.postmortem.stacks import c_frames
 from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import PIPE_FILES, FlightRecord
-from lightning_gpuopt.postmortem.death import (
+from lightning_gpuopt.postmortem.process_end import (
     ECHO,
     ENDS_BY_ITSELF,
     PLAIN,

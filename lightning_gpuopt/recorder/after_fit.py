@@ -17,8 +17,8 @@ from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.code_places import described
 from lightning_gpuopt.recorder.handover import Watcher
-from lightning_gpuopt.recorder.places import described
 from lightning_gpuopt.recorder.ring import AT, CAUGHT, ENDED, NOT_CAUGHT, Ring
 from lightning_gpuopt.recorder.stacks import start_ticks
 

@@ -28,20 +28,20 @@ from lightning_gpuopt.loaders.registry import LoaderRegistry
 from lightning_gpuopt.measurements.flight import SAVES, SETS_UP, TRAINS, VALIDATES, Doing
 from lightning_gpuopt.recorder.after_fit import watch_for_the_end
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.code_places import described, place_of, place_of_methods
 from lightning_gpuopt.recorder.handover import Watcher
 from lightning_gpuopt.recorder.loader_workers import LoaderWorkers
 from lightning_gpuopt.recorder.memory_series import MemoryLog
-from lightning_gpuopt.recorder.places import described, place_of, place_of_methods
 from lightning_gpuopt.recorder.rank_files import MAX_WAIT_S, RankFiles
-from lightning_gpuopt.recorder.reader import SUFFIX
-from lightning_gpuopt.recorder.reading import note_samples_of_ours
 from lightning_gpuopt.recorder.ring import AT, DOING, ENDED, reading_in, slot_line
+from lightning_gpuopt.recorder.ring_reader import SUFFIX
+from lightning_gpuopt.recorder.sample_notes import note_samples_of_ours
 from lightning_gpuopt.recorder.stacks import answers_in, start_ticks
 from lightning_gpuopt.recorder.worker import BEAT_S
 from lightning_gpuopt.timeline.frames import innermost_frames, is_in_loader
 from lightning_gpuopt.timeline.slot_clock import SlotClock
-from lightning_gpuopt.utils.bounded import undisturbed, within
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
+from lightning_gpuopt.utils.time_limit import undisturbed, within
 
 log = logging.getLogger(__name__)
 

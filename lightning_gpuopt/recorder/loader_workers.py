@@ -18,9 +18,9 @@ from lightning_gpuopt.compat.fetchers import fetcher_of
 from lightning_gpuopt.loaders.registry import SeenLoader
 from lightning_gpuopt.measurements.flight import PIPE_FILES
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.places import place_of_reading
-from lightning_gpuopt.recorder.reading import Reading, note_fetches
+from lightning_gpuopt.recorder.code_places import place_of_reading
 from lightning_gpuopt.recorder.ring import AT, MAX_WORKERS
+from lightning_gpuopt.recorder.sample_notes import Reading, note_fetches
 from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import WorkerStart
 

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.reader import STACKS_SUFFIX, SUFFIX, header_in, remove
 from lightning_gpuopt.recorder.ring_file import RingFile
+from lightning_gpuopt.recorder.ring_reader import STACKS_SUFFIX, SUFFIX, header_in, remove
 from lightning_gpuopt.recorder.stacks import StackWriter
-from lightning_gpuopt.utils.bounded import NoAnswerError, within
+from lightning_gpuopt.utils.time_limit import NoAnswerError, within
 
 log = logging.getLogger(__name__)
 

@@ -18,17 +18,17 @@ from lightning_gpuopt.compat.fetchers import set_fatal_handlers, when_fetcher_is
 from lightning_gpuopt.measurements.flight import STARTS
 from lightning_gpuopt.objects.growing import Growing
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.code_places import nested, place_of, place_of_reading
 from lightning_gpuopt.recorder.memory_series import PrivateMemory, in_ring
-from lightning_gpuopt.recorder.places import nested, place_of, place_of_reading
-from lightning_gpuopt.recorder.reading import note_fetches, note_samples_of_ours
 from lightning_gpuopt.recorder.ring import AT, DOING, Ring
+from lightning_gpuopt.recorder.sample_notes import note_fetches, note_samples_of_ours
 from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from lightning_gpuopt.timeline.frames import innermost_frames
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.timeline.worker_numbers import worker_number
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 log = logging.getLogger(__name__)
 

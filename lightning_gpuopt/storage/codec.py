@@ -2,7 +2,7 @@
 
 A stored value is ``[stamp, structure, buffer, buffer, ...]``. The structure is itself msgpack and says how the
 buffers make up the sample; samples of the same make have byte-identical structures, so a reader compiles each one
-once. docs/lmdb-format.md has the whole description.
+once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The on-disk layout of a dataset: names, the manifest, the record table. docs/lmdb-format.md describes it."""
+"""The on-disk layout of a dataset: names, the manifest, the record table."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from lightning_gpuopt.storage import codec
 from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.leaves import numpy_dtype, torch_dtype
-from lightning_gpuopt.storage.region import Region
+from lightning_gpuopt.storage.mapped_files import Region
 from lightning_gpuopt.storage.shard import LARGE, ShardReader, blocks_read, read_exactly
 from lightning_gpuopt.storage.value import buffers, parse, sample_number
 

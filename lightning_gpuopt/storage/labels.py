@@ -1,6 +1,6 @@
 """Label columns: whole numbers that are a part of every sample of a shard, in a file beside its record table.
 
-Labels are read from there, and no value is. docs/lmdb-format.md describes the file.
+Labels are read from there, and no value is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a stored value is laid out: one msgpack array of a stamp, a structure, and buffers.
 
-Everything that reads or writes the layout does it through this module; docs/lmdb-format.md describes it.
+Everything that reads or writes the layout does it through this module.
 """
 
 from __future__ import annotations

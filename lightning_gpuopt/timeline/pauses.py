@@ -22,7 +22,7 @@ from lightning_gpuopt.measurements.host import Collections, Compilations
 from lightning_gpuopt.measurements.phases import GARBAGE_COLLECTION, RECOMPILATION
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.probe import Probe
-from lightning_gpuopt.timeline.syncs import place_of
+from lightning_gpuopt.timeline.sync_calls import place_of
 
 log = logging.getLogger(__name__)
 

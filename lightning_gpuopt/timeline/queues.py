@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.compat.dataloader import awaited_worker, has_queues, shares_of_others, waiting
 from lightning_gpuopt.measurements.loading import QueueTimes
-from lightning_gpuopt.utils.weakly import weakly
+from lightning_gpuopt.utils.weak_reference import weakly
 
 # a fetch that takes longer than this had to wait; only then is the cost of a closer look worth it
 _A_WAIT_S: Final = 0.001

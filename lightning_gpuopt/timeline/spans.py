@@ -10,7 +10,7 @@ from typing import Any, Final
 from typing_extensions import override
 
 from lightning_gpuopt.timeline.slot_clock import EPOCH_SETUP, SlotClock
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
 
 # a hook that takes longer than this gets two events of a GPU's clock, which cost less than a hundredth of it
 _LONG_NS: Final = 500_000

@@ -28,7 +28,7 @@ from lightning_gpuopt.compat.fetchers import calling_fetcher
 from lightning_gpuopt.measurements.loading import WorkerTimes
 from lightning_gpuopt.timeline.worker_numbers import worker_number
 from lightning_gpuopt.timeline.worker_stacks import WorkerLook, WorkerStacks
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 _MAX_WORKERS: Final = 256
 _BYTES_EVERY: Final = 8

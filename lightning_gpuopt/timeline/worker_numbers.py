@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.utils.data import get_worker_info
 
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 _first = 0  # in a worker: the number of the first in its set
 

@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.measurements.loader_model import most_workers, prefetch_needed
 from lightning_gpuopt.telemetry.resources import files_left
-from lightning_gpuopt.tuning.caps import Cap, files_wanted, prefetch_that_fits, room, worker_cap
-from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import OutOfTime, run_trial
 from lightning_gpuopt.tuning.search import UNEVEN, Search, model_of
+from lightning_gpuopt.tuning.search_result import NumWorkersResult
 from lightning_gpuopt.tuning.sharing import forks, held_by, why_not_shared
-from lightning_gpuopt.tuning.workers import NumWorkersResult
+from lightning_gpuopt.tuning.trial import OutOfTime, run_trial
+from lightning_gpuopt.tuning.trial_samples import own_sampling
+from lightning_gpuopt.tuning.worker_limits import Cap, files_wanted, prefetch_that_fits, room, worker_cap
 from lightning_gpuopt.utils.arguments import flag, or_none, real_number, whole_number
 
 _USUAL_PREFETCH: Final = 2

@@ -18,9 +18,9 @@ from lightning_gpuopt.compat.dataloader import persistent_iterator, running_work
 from lightning_gpuopt.loaders.registry import Create
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.rules import AHEAD, BY_TRIAL, AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign
+from lightning_gpuopt.tuning.running_search import LivePolicy
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
 

@@ -1,6 +1,6 @@
 """The safety rules: when a loader's setting must stay unchanged, each with its reason in one sentence.
 
-A change of a loader is checked by :func:`why_not`. ``docs/workers-rules.md`` has the same table; a test compares them.
+A change of a loader is checked by :func:`why_not`.
 """
 
 from __future__ import annotations

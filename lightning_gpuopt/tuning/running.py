@@ -1,4 +1,4 @@
-"""A running loader, under the policy of :mod:`~lightning_gpuopt.tuning.live`: its workers are changed."""
+"""A running loader, under the policy of :mod:`~lightning_gpuopt.tuning.running_search`: its workers are changed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,19 @@ from lightning_gpuopt.measurements.loader_model import most_workers, net_saving
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.telemetry.memory_watch import MemoryWatch
 from lightning_gpuopt.telemetry.resources import worker_memory
-from lightning_gpuopt.tuning.caps import FILES_OF_A_WORKER, THREADS_OF_A_WORKER, Cap, files_wanted, room, worker_cap
-from lightning_gpuopt.tuning.live import LivePolicy
-from lightning_gpuopt.tuning.meter import FetchMeter, place
+from lightning_gpuopt.tuning.fetch_times import FetchMeter, place
+from lightning_gpuopt.tuning.running_search import LivePolicy
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segments import SegmentedIterator, Segments, without_hint
 from lightning_gpuopt.tuning.sharing import ForkSnapshot, forks, note_own_workers, why_not_shared
+from lightning_gpuopt.tuning.worker_limits import (
+    FILES_OF_A_WORKER,
+    THREADS_OF_A_WORKER,
+    Cap,
+    files_wanted,
+    room,
+    worker_cap,
+)
 
 log = logging.getLogger(__name__)
 

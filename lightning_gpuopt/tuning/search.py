@@ -15,8 +15,8 @@ from statistics import fmean
 from typing import Final
 
 from lightning_gpuopt.measurements.loader_model import LoaderModel
-from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.workers import LimitedBy, Measured, NumWorkersResult
+from lightning_gpuopt.tuning.search_result import LimitedBy, Measured, NumWorkersResult
+from lightning_gpuopt.tuning.worker_limits import Cap
 
 _MAX_TRIALS: Final = 12
 _BUSY: Final = 0.85  # from this share on, a processor, or this process's one thread, counts as in use all the time

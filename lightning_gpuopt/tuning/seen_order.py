@@ -30,7 +30,7 @@ from torch.utils.data import (
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.prefetch.randomness import RandomStates
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 # samplers that draw from a random state when they are iterated, and not again for each index
 _DRAW_AT_ONCE: Final = (

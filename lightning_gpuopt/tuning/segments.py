@@ -27,12 +27,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down, workers_of
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
-from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
+from lightning_gpuopt.tuning.random_draws import DrawWatch
 from lightning_gpuopt.tuning.seen_order import SeenOrder
 from lightning_gpuopt.tuning.segment import Drained, Segment
 from lightning_gpuopt.tuning.sharing import forks
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 log = logging.getLogger(__name__)
 

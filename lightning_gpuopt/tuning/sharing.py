@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gpuopt.objects.dataset_state import DatasetState, UnshareableObject
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
-from lightning_gpuopt.utils.replacement import identity
+from lightning_gpuopt.utils.replaced_method import identity
 
 # for each changed loader: the user's number of workers, and the number set here; by identity: it need not be hashable
 _own: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -13,16 +13,16 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.lightning import Trainer, local_ranks_of, logging_step, rank_zero_info, say_once
 from lightning_gpuopt.loaders.registry import Create
-from lightning_gpuopt.tuning.caps import room, worker_cap
 from lightning_gpuopt.tuning.find import find_num_workers
-from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.managed import DRAWS, ManagedLoader
 from lightning_gpuopt.tuning.rules import AskedChange, CannotChange, has_own_state, why_left_alone, why_not
+from lightning_gpuopt.tuning.search_result import NumWorkersResult, WorkersChoice
 from lightning_gpuopt.tuning.sharing import own_workers
+from lightning_gpuopt.tuning.trial_samples import own_sampling
 from lightning_gpuopt.tuning.without_workers import check_workers, why_not_other_workers
-from lightning_gpuopt.tuning.workers import NumWorkersResult, WorkersChoice
+from lightning_gpuopt.tuning.worker_limits import room, worker_cap
 from lightning_gpuopt.utils.rank_vote import NodeRanks
-from lightning_gpuopt.utils.weakly import weakly
+from lightning_gpuopt.utils.weak_reference import weakly
 
 log = logging.getLogger(__name__)
 

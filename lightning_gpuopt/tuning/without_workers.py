@@ -33,9 +33,9 @@ from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.find import workers_can_run
-from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import OutOfTime, first_batches
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_collate, state_of, why_not_shared
+from lightning_gpuopt.tuning.trial import OutOfTime, first_batches
+from lightning_gpuopt.tuning.trial_samples import own_sampling
 
 _MAX_LOOK_S: Final = 30.0  # seconds without a batch after which a worker may be stuck for ever
 _BATCHES: Final = 5

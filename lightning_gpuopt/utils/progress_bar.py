@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_gpuopt.compat.lightning import Trainer, shadow
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
 
 log = logging.getLogger(__name__)
 

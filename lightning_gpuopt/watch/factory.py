@@ -29,7 +29,7 @@ from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.whole_file import write_whole
 from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
 from lightning_gpuopt.watch.ceiling_run import CeilingRun, HookClock, as_json
-from lightning_gpuopt.watch.mailbox import Watch
+from lightning_gpuopt.watch.shared_notes import Watch
 
 log = logging.getLogger(__name__)
 

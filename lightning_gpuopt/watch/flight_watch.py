@@ -16,10 +16,10 @@ from typing_extensions import override
 
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.death import CommandEnd
 from lightning_gpuopt.postmortem.hangs import Hang, hang_of
+from lightning_gpuopt.postmortem.process_end import CommandEnd
 from lightning_gpuopt.postmortem.record import FILE, PostMortem
-from lightning_gpuopt.recorder import reader
+from lightning_gpuopt.recorder import ring_reader
 from lightning_gpuopt.recorder.handover import Taker, Watcher
 from lightning_gpuopt.recorder.stacks import ask, wait_of
 from lightning_gpuopt.telemetry.memory import MemoryFiles
@@ -68,7 +68,7 @@ class FlightWatch(ChildWatcher):
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """The environment of the command, with what it has besides."""
         address = self._taker.address if self._taker is not None else ""
-        return Watcher(str(self._folder / reader.FOLDER), address).environment(before)
+        return Watcher(str(self._folder / ring_reader.FOLDER), address).environment(before)
 
     @override
     def started(self, pid: int) -> None:
@@ -93,14 +93,14 @@ class FlightWatch(ChildWatcher):
     def look(self, now_s: float) -> None:
         """Take new rings, let go of those of fits that ended well, and look for a hang; in Unix time, seconds."""
         self._take()
-        heads = {file: record for file in self._held if (record := reader.headers_in(file)) is not None}
+        heads = {file: record for file in self._held if (record := ring_reader.headers_in(file)) is not None}
         going = {record.run for record in heads.values() if record.ended != "ok"}
         for file, record in heads.items():
             if record.run not in going:  # all its ranks have ended well
                 self._ended_well_s = max(self._ended_well_s, record.written_s)
                 self._held.remove(file)
                 os.close(file)
-        ranks = [each for each in heads.values() if each.run in going and reader.is_alive(each)]
+        ranks = [each for each in heads.values() if each.run in going and ring_reader.is_alive(each)]
         self._ends.watch(ranks)
         hang = self._hang_of(ranks, now_s)
         if hang is None and self._hang is not None and ranks:  # it was overcome
@@ -118,7 +118,7 @@ class FlightWatch(ChildWatcher):
 
     def _report(self, now_s: float) -> None:
         """Have all processes write their stacks, and say who holds up the run. Nothing is ended."""
-        records = [each for each in self.records() if reader.is_alive(each)]
+        records = [each for each in self.records() if ring_reader.is_alive(each)]
         self._stacks = ask(records)
         self._waits = {each.pid: wait_of(each.pid) for each in records}
         found = self._judge(now_s, None)
@@ -138,10 +138,10 @@ class FlightWatch(ChildWatcher):
         found = []
         for file in self._held:
             with contextlib.suppress(OSError):
-                found += reader.records_of(file)
+                found += ring_reader.records_of(file)
         held = {(each.host, each.pid, each.start_ticks) for each in found}
         return found + [
-            each for each in reader.records_in(self._folder) if (each.host, each.pid, each.start_ticks) not in held
+            each for each in ring_reader.records_in(self._folder) if (each.host, each.pid, each.start_ticks) not in held
         ]
 
     def _judge(self, now_s: float, command: CommandEnd | None) -> PostMortem:
@@ -150,7 +150,9 @@ class FlightWatch(ChildWatcher):
         failed_s = min((each.written_s for each in ranks), default=0.0)  # who still runs elsewhere has written since
 
         def is_there(record: FlightRecord) -> bool:
-            return reader.is_alive(record) or (reader.writes_elsewhere(record, now_s) and record.written_s >= failed_s)
+            return ring_reader.is_alive(record) or (
+                ring_reader.writes_elsewhere(record, now_s) and record.written_s >= failed_s
+            )
 
         return post_mortem_of(
             records,
@@ -206,14 +208,16 @@ class FlightWatch(ChildWatcher):
         with contextlib.suppress(OSError):
             (self._folder / FILE).unlink(missing_ok=True)
         records = {
-            path: record for path in reader.ring_files(self._folder) if (record := reader.header_in(path)) is not None
+            path: record
+            for path in ring_reader.ring_files(self._folder)
+            if (record := ring_reader.header_in(path)) is not None
         }
         here = socket.gethostname()
-        going = {each.run for each in records.values() if each.host != here or reader.is_alive(each)}
+        going = {each.run for each in records.values() if each.host != here or ring_reader.is_alive(each)}
         for path, record in records.items():
             if record.run not in going and (record.ended or record.pid == self._pid):
                 with contextlib.suppress(OSError):
-                    reader.remove(path)
+                    ring_reader.remove(path)
 
     def close(self) -> None:
         """Let go of everything; may be called more than once."""

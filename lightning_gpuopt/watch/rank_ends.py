@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lightning_gpuopt.measurements.flight import FlightRecord
-from lightning_gpuopt.postmortem.death import ProcessEnd
+from lightning_gpuopt.postmortem.process_end import ProcessEnd
 from lightning_gpuopt.recorder.stacks import is_alive
 
 

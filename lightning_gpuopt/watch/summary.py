@@ -21,7 +21,7 @@ from lightning_gpuopt.diagnosis.record import RunRecord
 from lightning_gpuopt.diagnosis.render.text import render_text
 from lightning_gpuopt.diagnosis.report import StallReport
 from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
-from lightning_gpuopt.watch.mailbox import COMMAND_FILE, Watch
+from lightning_gpuopt.watch.shared_notes import COMMAND_FILE, Watch
 
 _RULE: Final = "─"
 _MAX_LISTED: Final = 20  # fits that are listed: a search for hyperparameters has hundreds

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_gpuopt.autofix.controller import AutoFixController
 from lightning_gpuopt.autofix.policy import FIXES
-from lightning_gpuopt.autofix.trial import RunLength
+from lightning_gpuopt.autofix.trial_history import RunLength
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change, Finding
 from lightning_gpuopt.measurements.gpu import GpuTimes

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
-from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange
 from lightning_gpuopt.tuning.running import RunningLoader
+from lightning_gpuopt.tuning.worker_limits import Cap
 from tests.callbacks.auto_fix_runs import Numbers, loader
 from tests.tuning.datasets import Stream
 

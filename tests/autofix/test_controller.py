@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.autofix.trial import RunLength
+from lightning_gpuopt.autofix.trial_history import RunLength
 from lightning_gpuopt.diagnosis.predict import speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHORT

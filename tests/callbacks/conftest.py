@@ -11,10 +11,10 @@ import pytest
 from lightning_gpuopt.detector import device_watch
 from lightning_gpuopt.detector.device_watch import DeviceWatch
 from lightning_gpuopt.telemetry import nvml_thread
-from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
 from lightning_gpuopt.tuning.running import RunningLoader
-from lightning_gpuopt.tuning.workers import Trial
+from lightning_gpuopt.tuning.running_search import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.search_result import Trial
+from lightning_gpuopt.tuning.worker_limits import Cap
 from tests.helpers import wait_for
 from tests.simulators.gpu import SimulatedGpu, simulated_gpu
 from tests.simulators.nvml import Simulator

@@ -32,12 +32,12 @@ from lightning_gpuopt.compat.lightning import train_iterators
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.storage.gather import Gather
-from lightning_gpuopt.tuning import caps, running, without_workers
+from lightning_gpuopt.tuning import running, without_workers, worker_limits
 from lightning_gpuopt.tuning import tuned_loader as loader_module
-from lightning_gpuopt.tuning.live import LivePolicy
 from lightning_gpuopt.tuning.rules import why_left_alone
 from lightning_gpuopt.tuning.running import RunningLoader
-from lightning_gpuopt.tuning.workers import NumWorkersResult, Trial
+from lightning_gpuopt.tuning.running_search import LivePolicy
+from lightning_gpuopt.tuning.search_result import NumWorkersResult, Trial
 from tests.datamodules.training import EPOCHS, Notes, build
 from tests.helpers import FEATURES, AfterBatch, RecordingLogger, TinyModel, tiny_trainer, wait_for
 from tests.lanes import combinations, few
@@ -777,7 +777,7 @@ def test_a_length_that_cannot_be_read_does_not_end_training(tmp_path: Path, monk
 def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
     tmp_path: Path, decisions: dict[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    room = caps.Cap(16, "max_num_workers")
+    room = worker_limits.Cap(16, "max_num_workers")
     monkeypatch.setattr(running, "_FITS_FOR_S", 0.0)
     monkeypatch.setattr(RunningLoader, "cap", lambda self, keep=False, beside=False: room)
     decisions[1] = 4
@@ -785,7 +785,7 @@ def test_workers_for_which_there_is_no_room_any_longer_go_at_once(
     def grow(trainer: Any, batch_idx: int) -> None:
         nonlocal room
         if batch_idx == 10:
-            room = caps.Cap(2, "memory")
+            room = worker_limits.Cap(2, "memory")
 
     finder, counts = NumWorkersFinder(), InTraining()
     with caplog.at_level(logging.INFO):

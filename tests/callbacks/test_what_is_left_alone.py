@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from lightning_gpuopt import CudaPrefetcher, NumWorkersFinder, find_num_workers
 from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.workers import Trial, WorkersChoice
+from lightning_gpuopt.tuning.search_result import Trial, WorkersChoice
 from tests.callbacks import auto_fix_runs
 from tests.callbacks.auto_fix_runs import Numbers, Run, finding, script, train
 from tests.helpers import AfterBatch

@@ -14,8 +14,8 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.callbacks.num_workers_finder import NumWorkersFinder
-from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.running_search import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.worker_limits import Cap
 from tests.callbacks.auto_fix_runs import Model, Numbers, loader
 from tests.helpers import tiny_trainer, wait_for
 

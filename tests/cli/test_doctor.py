@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.cli import main
-from lightning_gpuopt.doctor import data, examine, gather
+from lightning_gpuopt.doctor import data, examine, gatherers
 from lightning_gpuopt.doctor.facts import CudaFacts, HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.storage.writer import LMDBWriter
-from lightning_gpuopt.utils import bounded
+from lightning_gpuopt.utils import time_limit
 from tests.simulators.nvml import Gpu, Simulator, error, hang
 
 WELL = HostFacts(
@@ -37,18 +37,18 @@ WELL = HostFacts(
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host and a torch that are well: what the machine of the tests is like does not matter."""
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(gather, "free_cpus", lambda: 15.5)
-    monkeypatch.setattr(gather, "host_facts", lambda free: WELL)
-    monkeypatch.setattr(gather, "memory_rates", lambda host: MemoryRates(11.0, 85.0, host.affinity_cpus))
-    monkeypatch.setattr(gather, "versions_of", lambda names: {"torch": "2.9.0+cpu", "nvidia-ml-py": "13.615.71"})
-    monkeypatch.setattr(gather, "torch_facts", lambda: TorchFacts("2.9.0+cpu", None, 8, "file_descriptor"))
+    monkeypatch.setattr(gatherers, "free_cpus", lambda: 15.5)
+    monkeypatch.setattr(gatherers, "host_facts", lambda free: WELL)
+    monkeypatch.setattr(gatherers, "memory_rates", lambda host: MemoryRates(11.0, 85.0, host.affinity_cpus))
+    monkeypatch.setattr(gatherers, "versions_of", lambda names: {"torch": "2.9.0+cpu", "nvidia-ml-py": "13.615.71"})
+    monkeypatch.setattr(gatherers, "torch_facts", lambda: TorchFacts("2.9.0+cpu", None, 8, "file_descriptor"))
 
 
 @pytest.fixture
 def with_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch that sees its GPUs."""
-    monkeypatch.setattr(gather, "torch_facts", lambda: TorchFacts("2.9.0", (12, 8), 8, "file_descriptor"))
-    monkeypatch.setattr(gather, "ask_cuda", lambda seconds, command: CudaFacts(True))
+    monkeypatch.setattr(gatherers, "torch_facts", lambda: TorchFacts("2.9.0", (12, 8), 8, "file_descriptor"))
+    monkeypatch.setattr(gatherers, "ask_cuda", lambda seconds, command: CudaFacts(True))
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -133,7 +133,7 @@ def test_a_torch_that_cannot_be_imported_is_a_problem(simulator: Simulator, monk
     def broken() -> TorchFacts:
         raise OSError("libcudart.so.12: cannot open shared object file\nmore")
 
-    monkeypatch.setattr(gather, "torch_facts", broken)
+    monkeypatch.setattr(gatherers, "torch_facts", broken)
     code, checks = as_json(capsys)
     assert code == 1
     assert checks["torch"]["found"] == "torch cannot be imported: libcudart.so.12: cannot open shared object file"
@@ -170,7 +170,7 @@ def test_a_file_system_that_hangs_is_a_plain_line(simulator: Simulator, with_cud
     simulator.machine(Gpu())
     answers = threading.Event()
     monkeypatch.setattr(examine, "_DATA_S", 0.05)
-    monkeypatch.setattr(bounded, "_CLEAN_UP_S", 0.05)
+    monkeypatch.setattr(time_limit, "_CLEAN_UP_S", 0.05)
     monkeypatch.setattr(data, "_list", lambda folder, clock: answers.wait())
     try:
         code, checks = as_json(capsys, "--data", str(tmp_path))
@@ -184,7 +184,7 @@ def test_a_path_that_does_not_answer_is_a_plain_line(simulator: Simulator, with_
     simulator.machine(Gpu())
     answers = threading.Event()
     monkeypatch.setattr(examine, "_PATH_S", 0.05)
-    monkeypatch.setattr(bounded, "_CLEAN_UP_S", 0.05)
+    monkeypatch.setattr(time_limit, "_CLEAN_UP_S", 0.05)
     monkeypatch.setattr(examine, "_require", lambda path: answers.wait())
     try:
         code, checks = as_json(capsys, "--data", "/nfs")
@@ -207,7 +207,7 @@ def test_nothing_is_left_behind_by_a_signal(simulator: Simulator, monkeypatch, t
     for each in range(40):
         (folder / f"{each}.bin").write_bytes(os.urandom(2000))
     monkeypatch.setattr(data.tempfile, "tempdir", str(place))
-    monkeypatch.setattr(bounded, "_CLEAN_UP_S", 60.0)
+    monkeypatch.setattr(time_limit, "_CLEAN_UP_S", 60.0)
     monkeypatch.setattr(LMDBWriter, "close", interrupted)
     simulator.machine(Gpu())
     try:
@@ -228,7 +228,7 @@ def test_ctrl_c(monkeypatch, capsys):
     def interrupted() -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(gather, "free_cpus", interrupted)
+    monkeypatch.setattr(gatherers, "free_cpus", interrupted)
     assert main(["doctor"]) == 130
     assert capsys.readouterr() == ("", "interrupted\n")
 

@@ -14,7 +14,7 @@ import pytest
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli.find_workers import render
 from lightning_gpuopt.tuning import find
-from lightning_gpuopt.tuning.workers import Measured, NumWorkersResult, Trial
+from lightning_gpuopt.tuning.search_result import Measured, NumWorkersResult, Trial
 from tests.tuning.test_search import World
 
 MODULE = """

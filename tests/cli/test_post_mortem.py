@@ -14,7 +14,7 @@ import pytest
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.record import FILE, PostMortem, Process
-from lightning_gpuopt.recorder import reader
+from lightning_gpuopt.recorder import ring_reader
 from tests.postmortem.records import rank
 
 SAVED = PostMortem("segfault", Process(0, 1, 7), text="It crashed.")
@@ -65,7 +65,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, *records: FlightRecord) -> None:
     def read(folder: Path) -> Sequence[FlightRecord]:
         return records
 
-    monkeypatch.setattr(reader, "records_in", read)
+    monkeypatch.setattr(ring_reader, "records_in", read)
 
 
 def test_rings_that_are_newer_than_the_post_mortem_count(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_gpuopt.dali.encoded import EncodedImages, FileList
+from lightning_gpuopt.dali.encoded_images import EncodedImages, FileList
 from lightning_gpuopt.dali.source import BatchSource, CenterAreas, RandomAreas
 from lightning_gpuopt.images.crop import RandomCrops
 from lightning_gpuopt.images.errors import CorruptSampleError

@@ -12,7 +12,7 @@ import pytest
 from lightning_gpuopt.detector import kernel_profiling
 from lightning_gpuopt.detector.kernel_profiling import KernelProfiling, Profile
 from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes, StepLook, SyncSighting
-from lightning_gpuopt.timeline.look import CannotLookError, ProfilerLook
+from lightning_gpuopt.timeline.kernel_trace import CannotLookError, ProfilerLook
 
 # A step of 0.1 s. Either the host runs ahead of the GPU, or the GPU could be idle for as long as a step takes.
 AHEAD = GpuTimes(steps=100, compute_s=10.0, compute_bound_s=0.2)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.doctor import gather as module
+from lightning_gpuopt.doctor import gatherers as module
 from lightning_gpuopt.doctor.check import Check
 from lightning_gpuopt.doctor.examine import examine
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, MemoryRates, TorchFacts

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt import StallDetector, StallReport
 from lightning_gpuopt.timeline.activity import ActivitySpan
-from lightning_gpuopt.timeline.look import ProfilerLook
+from lightning_gpuopt.timeline.kernel_trace import ProfilerLook
 from tests.gpu.kernels import milliseconds
 from tests.helpers import tiny_trainer
 

@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
+from lightning_gpuopt.measurements.counters import Summed
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.loading import QueueTimes, WorkerTimes
 from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes, WindowRecord
-from lightning_gpuopt.measurements.summed import Summed
 
 
 def phases(wall_s: float, steps: int, callbacks: dict[str, float]) -> PhaseTimes:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_gpuopt.measurements.flight import READS, TRAINS, FlightRecord, MemoryReading
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.death import CommandEnd
+from lightning_gpuopt.postmortem.process_end import CommandEnd
 from lightning_gpuopt.postmortem.record import PostMortem
 
 NOW = 1_700_000_000.0

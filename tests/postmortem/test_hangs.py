@@ -8,8 +8,8 @@ import pytest
 
 from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.death import CommandEnd
 from lightning_gpuopt.postmortem.hangs import Hang, describe_hang, hang_of
+from lightning_gpuopt.postmortem.process_end import CommandEnd
 from lightning_gpuopt.postmortem.record import Process
 from lightning_gpuopt.postmortem.wording import clock
 from tests.postmortem.records import (

@@ -24,8 +24,8 @@ from lightning_gpuopt.detector.progress import write_hang
 from lightning_gpuopt.recorder import flight, rank_files, worker
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.handover import Taker, Watcher
-from lightning_gpuopt.recorder.reader import header_in, headers_in, records_in, records_of
 from lightning_gpuopt.recorder.ring import record_of
+from lightning_gpuopt.recorder.ring_reader import header_in, headers_in, records_in, records_of
 from lightning_gpuopt.recorder.stacks import StackWriter
 from lightning_gpuopt.recorder.worker import Beat, WorkerStart
 from tests import fork_server
@@ -142,7 +142,7 @@ def test_a_worker_that_raises(tmp_path):
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_rank_that_loads_itself_and_raises(slow, tmp_path, monkeypatch):
     if slow:
-        monkeypatch.setattr("lightning_gpuopt.recorder.reading._SLOW_NS", 0)
+        monkeypatch.setattr("lightning_gpuopt.recorder.sample_notes._SLOW_NS", 0)
     with pytest.raises(KeyError):
         fit(tmp_path, loader_of(Data("raise"), workers=0))
     rank, workers = left_by(tmp_path)

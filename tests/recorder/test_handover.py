@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from lightning_gpuopt.recorder.handover import VARIABLE, Taker, Watcher
-from lightning_gpuopt.recorder.reader import records_of
+from lightning_gpuopt.recorder.ring_reader import records_of
 
 GIVE = """
 import os, signal

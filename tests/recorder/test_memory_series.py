@@ -11,8 +11,8 @@ import torch
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.memory_series import MemoryLog, PrivateMemory, in_ring, out_of_ring
-from lightning_gpuopt.recorder.reader import records_of
 from lightning_gpuopt.recorder.ring import AT
+from lightning_gpuopt.recorder.ring_reader import records_of
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 
 MIB, GIB = 1 << 20, 1 << 30

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gpuopt.recorder import reader, ring_file
+from lightning_gpuopt.recorder import ring_file, ring_reader
 from lightning_gpuopt.recorder.board import Board
-from lightning_gpuopt.recorder.reader import headers_in, records_in, records_of
 from lightning_gpuopt.recorder.ring import (
     AT,
     HEADER_BYTES,
@@ -25,6 +24,7 @@ from lightning_gpuopt.recorder.ring import (
     slot_line,
 )
 from lightning_gpuopt.recorder.ring_file import RingFile
+from lightning_gpuopt.recorder.ring_reader import headers_in, records_in, records_of
 
 
 class Unspeakable:
@@ -300,7 +300,7 @@ def test_memory_is_read_by_who_holds_it(board):
 
 
 def test_a_file_is_a_copy(board, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "wall_offset_s", lambda _: 0.0)
+    monkeypatch.setattr(ring_reader, "wall_offset_s", lambda _: 0.0)
     file = RingFile(tmp_path / "recorder" / "a.ring" if (tmp_path / "recorder").mkdir() else tmp_path / "a.ring", board)
     slot = board.slot("train", 3)
     for number in range(5000):

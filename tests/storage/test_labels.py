@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import ConcatDataset, Subset
 
-from lightning_gpuopt.dali.encoded import EncodedImages
+from lightning_gpuopt.dali.encoded_images import EncodedImages
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.loading.datasets import targets_of
 from lightning_gpuopt.loading.labels import Labels

@@ -17,10 +17,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
 
 from lightning_gpuopt.timeline.worker_clock import watch_workers
-from lightning_gpuopt.tuning import find, probe
-from lightning_gpuopt.tuning.caps import Room
+from lightning_gpuopt.tuning import find, trial
 from lightning_gpuopt.tuning.find import find_num_workers
-from lightning_gpuopt.tuning.workers import Measured
+from lightning_gpuopt.tuning.search_result import Measured
+from lightning_gpuopt.tuning.worker_limits import Room
 from tests.helpers import Clock
 from tests.loaders.programs import nothing_is_left
 from tests.tuning.datasets import (
@@ -47,7 +47,7 @@ def warm() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(warm: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(probe, "_MIN_S", 0.02)  # how exact the figures are does not matter here
+    monkeypatch.setattr(trial, "_MIN_S", 0.02)  # how exact the figures are does not matter here
     with nothing_is_left(collect=True):
         yield
 

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_gpuopt.datamodules.auto_workers import starts_unasked
 from lightning_gpuopt.tuning import main_script
-from lightning_gpuopt.tuning.indices import own_sampling
 from lightning_gpuopt.tuning.main_script import check_guard, is_guarded
-from lightning_gpuopt.tuning.probe import first_batches
+from lightning_gpuopt.tuning.trial import first_batches
+from lightning_gpuopt.tuning.trial_samples import own_sampling
 from lightning_gpuopt.tuning.without_workers import why_not_other_workers
 from tests.fork_server import run
 from tests.lanes import combinations

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Subset
 
 from lightning_gpuopt.compat.dataloader import workers_of
-from lightning_gpuopt.tuning.draws import DrawWatch
 from lightning_gpuopt.tuning.managed import ManagedLoader, changes_of
+from lightning_gpuopt.tuning.random_draws import DrawWatch
 from lightning_gpuopt.tuning.rules import BY_TRIAL, RULES, CannotChange
 from tests.tuning.datasets import Stream
 

@@ -16,14 +16,14 @@ from lightning.pytorch import seed_everything
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.compat.dataloader import copy_of, workers_of
-from lightning_gpuopt.tuning import caps, running
-from lightning_gpuopt.tuning.caps import Cap, Room
-from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
-from lightning_gpuopt.tuning.meter import FetchMeter
+from lightning_gpuopt.tuning import running, worker_limits
+from lightning_gpuopt.tuning.fetch_times import FetchMeter
 from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign, length_of
+from lightning_gpuopt.tuning.running_search import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.search_result import Trial
 from lightning_gpuopt.tuning.segments import Segments
 from lightning_gpuopt.tuning.sharing import note_own_workers, own_workers
-from lightning_gpuopt.tuning.workers import Trial
+from lightning_gpuopt.tuning.worker_limits import Cap, Room
 from tests.helpers import Clock
 from tests.tuning.datasets import Numbers
 
@@ -483,11 +483,11 @@ def test_workers_that_run_are_kept_where_no_more_would_be_started(monkeypatch: p
     readers: list[int] = []
     monkeypatch.setattr(running, "worker_memory", lambda pid: readers.append(threading.get_ident()) or 24 * gib)
     made.follow(iterator)
-    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 20 * gib, None, 20, 30))
+    monkeypatch.setattr(running, "room", lambda files: worker_limits.Room(0.25, 20 * gib, None, 20, 30))
     assert made.cap().num_workers == 1
     assert made.cap(keep=True).num_workers == 3
-    monkeypatch.setattr(running, "room", lambda files: caps.Room(0.25, 0, None, 20, 30))
-    assert made.cap(keep=True) == caps.Cap(2, "memory")
+    monkeypatch.setattr(running, "room", lambda files: worker_limits.Room(0.25, 0, None, 20, 30))
+    assert made.cap(keep=True) == worker_limits.Cap(2, "memory")
     assert len(readers) == 2  # the first and the last worker, once
     assert threading.get_ident() not in readers
     iterator._shutdown_workers()

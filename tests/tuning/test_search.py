@@ -10,9 +10,9 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks import workers_rules
-from lightning_gpuopt.tuning.caps import Cap
 from lightning_gpuopt.tuning.search import Search, model_of
-from lightning_gpuopt.tuning.workers import LimitedBy, Measured, Trial
+from lightning_gpuopt.tuning.search_result import LimitedBy, Measured, Trial
+from lightning_gpuopt.tuning.worker_limits import Cap
 from tests.diagnosis.numbers import data_finding, host, measurement, times, workers
 
 CAP = Cap(16, "max_num_workers")

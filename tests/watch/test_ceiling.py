@@ -20,8 +20,8 @@ from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.watch import ceiling_run, replay
 from lightning_gpuopt.watch.ceiling import Ceiling, Meter, Plan, Prediction, plan_of
 from lightning_gpuopt.watch.ceiling_run import CeilingRun, as_json
-from lightning_gpuopt.watch.mailbox import Watch
 from lightning_gpuopt.watch.replay import Kept, Recorder, Replay, copied
+from lightning_gpuopt.watch.shared_notes import Watch
 from lightning_gpuopt.watch.summary import Fit, _ceiling_lines
 from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, measurement, times, workers
 from tests.lanes import few

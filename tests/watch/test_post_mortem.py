@@ -17,9 +17,9 @@ import pytest
 
 from lightning_gpuopt.cli import main
 from lightning_gpuopt.postmortem.hangs import hang_of
-from lightning_gpuopt.recorder.reader import records_in
+from lightning_gpuopt.recorder.ring_reader import records_in
 from lightning_gpuopt.watch.flight_watch import FlightWatch
-from lightning_gpuopt.watch.mailbox import Watch
+from lightning_gpuopt.watch.shared_notes import Watch
 from tests import fork_server
 from tests.ranks import free_port
 

@@ -27,9 +27,9 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.cli import watch as watch_command
 from lightning_gpuopt.diagnosis.record import Change, Finding, RunRecord
 from lightning_gpuopt.diagnosis.report import StallReport
-from lightning_gpuopt.watch import mailbox
+from lightning_gpuopt.watch import shared_notes
 from lightning_gpuopt.watch.factory import WatchedRun
-from lightning_gpuopt.watch.mailbox import Watch
+from lightning_gpuopt.watch.shared_notes import Watch
 from lightning_gpuopt.watch.summary import Fit, _found, fits_of, gpu_lines, next_command, render_end, why_none
 from tests import fork_server
 from tests.ranks import free_port
@@ -49,7 +49,7 @@ def full() -> None:
 
 
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailbox.tempfile, "NamedTemporaryFile", lambda *_, **__: full())
+    monkeypatch.setattr(shared_notes.tempfile, "NamedTemporaryFile", lambda *_, **__: full())
 
 
 def start(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from lightning_gpuopt.diagnosis.where import title
+from lightning_gpuopt.diagnosis.code_places import title
 from lightning_gpuopt.measurements.code_location import Call, Sampled
 
 STACKS_FILE: Final = "stacks.speedscope.json"  # its name beside a report

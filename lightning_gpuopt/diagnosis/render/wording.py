@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from lightning_gpuopt.diagnosis.causes.table import FACTS_SHOWN, cause_of
+from lightning_gpuopt.diagnosis.code_places import finding_name, is_in_user_code
 from lightning_gpuopt.diagnosis.compare import Comparison, Gate
 from lightning_gpuopt.diagnosis.record import ENOUGH_STEPS, Change, Finding, HotSpots, Proof, Risk, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.refuted import COSTS_MORE
-from lightning_gpuopt.diagnosis.where import finding_name, is_in_user_code
 from lightning_gpuopt.measurements.code_location import INSTALLED, short
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loader_model import HEADROOM_LEFT

@@ -10,7 +10,7 @@ import os
 import tempfile
 from typing import Any
 
-# the environment variable that the command sets; as in ``lightning_gpuopt.watch.mailbox``
+# the environment variable that the command sets; as in ``lightning_gpuopt.watch.shared_notes``
 VARIABLE = "LIGHTNING_GPUOPT_WATCH"
 
 

@@ -5,8 +5,8 @@ once, and then as it was; the warnings are counted and not shown. A call counts 
 user's code inside the step, directly or through torch; what Lightning or torch do by themselves is counted apart.
 
 torch's bindings hand a warning on when they return (torch/csrc/Exceptions.h), after the wait: that began when Python
-last called something, or something returned (:mod:`~lightning_gpuopt.timeline.calls`). Calls of which it is known that
-they wait are seen as they begin; so are ``torch.cuda.synchronize()`` and its like, which the mode does not know.
+last called something, or something returned (:mod:`~lightning_gpuopt.timeline.last_call`). Calls that are known to
+wait are seen as they begin; so are ``torch.cuda.synchronize()`` and its like, which the mode does not know.
 Nothing of torch is replaced: under a TorchFunctionMode it takes its attention modules off their fast path, and results
 differ.
 """
@@ -30,8 +30,8 @@ import torch
 
 from lightning_gpuopt.measurements.code_location import Call
 from lightning_gpuopt.measurements.gpu import SyncSighting
-from lightning_gpuopt.timeline.calls import LastCall
 from lightning_gpuopt.timeline.frames import library_folders, name_of
+from lightning_gpuopt.timeline.last_call import LastCall
 
 log = logging.getLogger(__name__)
 

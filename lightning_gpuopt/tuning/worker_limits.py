@@ -12,7 +12,7 @@ from lightning_gpuopt.measurements.loader_model import most_workers
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.telemetry.resources import available_memory, files_left, free_shared_memory, processes_left
 from lightning_gpuopt.timeline.worker_clock import tensors_in
-from lightning_gpuopt.tuning.workers import LimitedBy
+from lightning_gpuopt.tuning.search_result import LimitedBy
 
 _PART_OF_MEMORY: Final = 0.5  # share of the available memory for workers; other memory grows later
 _PART_TO_KEEP: Final = 0.95  # workers are removed where they and their batches fill more than this share of the memory

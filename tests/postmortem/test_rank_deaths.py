@@ -10,7 +10,7 @@ import pytest
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.analysis import post_mortem_of
-from lightning_gpuopt.postmortem.death import CommandEnd, ProcessEnd
+from lightning_gpuopt.postmortem.process_end import CommandEnd, ProcessEnd
 from lightning_gpuopt.postmortem.record import PostMortem, Process
 from tests.postmortem.records import (
     GETITEM,

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import torch
 
-from lightning_gpuopt.doctor import cuda_probe, gather
+from lightning_gpuopt.doctor import cuda_probe, gatherers
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, MemoryRates
-from lightning_gpuopt.doctor.gather import ask_cuda, free_cpus, host_facts, memory_rates, torch_facts, versions_of
+from lightning_gpuopt.doctor.gatherers import ask_cuda, free_cpus, host_facts, memory_rates, torch_facts, versions_of
 from tests.helpers import Clock
 from tests.simulators.gpu import simulated_gpu
 from tests.simulators.nvml import Gpu, Simulator, hang
@@ -96,7 +96,7 @@ class TestMemoryRates:
 
     @pytest.fixture(autouse=True)
     def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(gather, "_COPIED", 1000)
+        monkeypatch.setattr(gatherers, "_COPIED", 1000)
 
     def copying(self, monkeypatch: pytest.MonkeyPatch, *seconds: float) -> tuple[Clock, list[int]]:
         clock, threads, left = Clock(), [], iter(seconds)

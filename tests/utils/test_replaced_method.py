@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_gpuopt.utils.replacement import Replacement, hide_us, identity
+from lightning_gpuopt.utils.replaced_method import Replacement, hide_us, identity
 
 
 def original(first: int, *, second: int = 0) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from lightning_gpuopt.tuning import probe
-from lightning_gpuopt.tuning.indices import own_sampling
-from lightning_gpuopt.tuning.probe import OutOfTime, run_trial
+from lightning_gpuopt.tuning import trial
+from lightning_gpuopt.tuning.trial import OutOfTime, run_trial
+from lightning_gpuopt.tuning.trial_samples import own_sampling
 from tests.helpers import Clock
 from tests.tuning.datasets import Numbers, Stuck
 
@@ -24,7 +24,7 @@ class Pace(Clock):
         self.slept: list[float] = []
         self.look_s = look_s
         fake = SimpleNamespace(perf_counter=self, sleep=self.sleep, process_time=lambda: 0.0)
-        monkeypatch.setattr(probe, "time", fake)
+        monkeypatch.setattr(trial, "time", fake)
 
     def __call__(self) -> float:
         self.now_s += self.look_s
@@ -60,7 +60,7 @@ def test_a_trial_consumes_whole_rounds_at_the_pace_of_the_step(pace: Pace, worke
 def test_where_a_batch_takes_long_its_wait_does_not_pass_for_the_cost_of_taking_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "_MAX_PAUSE_S", 0.0)  # any batch takes long
+    monkeypatch.setattr(trial, "_MAX_PAUSE_S", 0.0)  # any batch takes long
     measured = Pace(monkeypatch, look_s=1.0).trial(DataLoader(Numbers(), 4), 1, step_time_s=0.0)
     assert measured.trial.data_wait_s == 1.0
     assert measured.consumer_s == pytest.approx(1 / measured.trial.batches_per_s - 1.0 + 0.0008)

@@ -14,8 +14,8 @@ from lightning_gpuopt.compat.dataloader import persistent_iterator
 from lightning_gpuopt.compat.lightning import Trainer, say_once, silence_worker_hint, train_iterators, train_loaders
 from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.rules import CannotChange
+from lightning_gpuopt.tuning.search_result import WorkersChoice
 from lightning_gpuopt.tuning.tuned_loader import FinderOptions, TunedLoader, why_left
-from lightning_gpuopt.tuning.workers import WorkersChoice
 
 log = logging.getLogger(__name__)
 

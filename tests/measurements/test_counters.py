@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from lightning_gpuopt.measurements.counters import since
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, QueueTimes, WorkerTimes
 from lightning_gpuopt.measurements.ranks import MetricSync
-from lightning_gpuopt.measurements.summed import since
 from tests.diagnosis.numbers import pipelines
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_gpuopt.utils.bounded import NoAnswerError, undisturbed, within
+from lightning_gpuopt.utils.time_limit import NoAnswerError, undisturbed, within
 
 
 def test_what_a_look_finds_and_what_it_raises():

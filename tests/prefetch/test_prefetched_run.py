@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_gpuopt.prefetch.fit import PrefetchedRun
+from lightning_gpuopt.prefetch.prefetched_run import PrefetchedRun
 from tests.helpers import TinyModel, tiny_trainer
 
 

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from lightning_gpuopt.diagnosis.code_places import hot_spots_of, is_in_user_code, places_of, sentence, with_places
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots
 from lightning_gpuopt.diagnosis.render.speedscope import speedscope
 from lightning_gpuopt.diagnosis.render.wording import place_rows
-from lightning_gpuopt.diagnosis.where import hot_spots_of, is_in_user_code, places_of, sentence, with_places
 from lightning_gpuopt.measurements.code_location import Call, CodeLocation, Sampled, Stack
 
 ITEM = Call("Photos.__getitem__", "/home/me/data.py", 31, own=True)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from lightning_gpuopt.measurements.loader_model import LoaderModel, next_workers
-from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.workers import LimitedBy, Trial
+from lightning_gpuopt.tuning.search_result import LimitedBy, Trial
+from lightning_gpuopt.tuning.worker_limits import Cap
 
 _MIN_WINDOW: Final = 6
 _IDLE_WINDOW: Final = 50  # steps measured before a worker is removed: an idle worker costs little, a missing one much

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch.multiprocessing
 
-from lightning_gpuopt.tuning.caps import Cap, Room, files_of, prefetch_that_fits, worker_cap
+from lightning_gpuopt.tuning.worker_limits import Cap, Room, files_of, prefetch_that_fits, worker_cap
 
 GIB = 1 << 30
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.prefetch.randomness import RandomStates, drawn_since_seeded
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 _BATCHES: Final = 50  # batches without a draw after which a worker is no longer checked
 

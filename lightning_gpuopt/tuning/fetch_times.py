@@ -15,8 +15,8 @@ from lightning_gpuopt.compat.dataloader import in_the_making, lies_ready, worker
 from lightning_gpuopt.measurements.loader_model import receive_cost, taking
 from lightning_gpuopt.telemetry.host import times_of
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
-from lightning_gpuopt.tuning.caps import files_of
-from lightning_gpuopt.tuning.live import LoaderStats
+from lightning_gpuopt.tuning.running_search import LoaderStats
+from lightning_gpuopt.tuning.worker_limits import files_of
 
 _PAUSE: Final = 4.0  # a step that takes so many times the median contains a validation, a checkpoint or the like
 _USUAL: Final = 0.75  # share of usual steps below which pauses are training's own pace, as where gradients accumulate

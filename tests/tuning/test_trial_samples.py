@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler
 
-from lightning_gpuopt.tuning.indices import own_sampling, walk
+from lightning_gpuopt.tuning.trial_samples import own_sampling, walk
 from tests.tuning.datasets import Numbers
 
 

@@ -20,7 +20,7 @@ from lightning_gpuopt.prefetch.stream import streams_of
 from lightning_gpuopt.prefetch.transfer import TransferPipeline, UserCodeError
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY
 from lightning_gpuopt.timeline.loader_facts import pipeline_of
-from lightning_gpuopt.utils.replacement import Replacement
+from lightning_gpuopt.utils.replaced_method import Replacement
 
 log = logging.getLogger(__name__)
 

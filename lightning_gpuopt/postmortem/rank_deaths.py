@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import FlightRecord
-from lightning_gpuopt.postmortem.death import (
+from lightning_gpuopt.postmortem.process_end import (
     ECHO,
     ENDS_BY_ITSELF,
     GRACE_S,

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from lightning_gpuopt.measurements.gpu import SyncSighting
-from lightning_gpuopt.timeline import calls, syncs
-from lightning_gpuopt.timeline.calls import LastCall
-from lightning_gpuopt.timeline.syncs import SyncLook
+from lightning_gpuopt.timeline import last_call, sync_calls
+from lightning_gpuopt.timeline.last_call import LastCall
+from lightning_gpuopt.timeline.sync_calls import SyncLook
 
 
 class Mode:
@@ -57,8 +57,8 @@ def test_calls_are_counted_and_located(mode: Mode) -> None:
     seen = look.sighting()
     assert (seen.steps, seen.count) == (3, 6)
     assert [place.partition(":")[0] for place, _ in seen.places] == [
-        "test_calls_are_counted_and_located (test_syncs.py",
-        "test_calls_are_counted_and_located (test_syncs.py",
+        "test_calls_are_counted_and_located (test_sync_calls.py",
+        "test_calls_are_counted_and_located (test_sync_calls.py",
     ]
     assert [count for _, count in seen.places] == [3, 3]
     assert mode.value == 0
@@ -220,7 +220,7 @@ def test_a_call_made_by_torch_for_the_user_counts_at_the_users_line(mode: Mode) 
     clip = calls_it("clip", torch_file, mode)
     look = look_at(mode, lambda: clip(mode.item))
     ((place, _),) = look.sighting().places
-    assert place.startswith("<lambda> (test_syncs.py:")
+    assert place.startswith("<lambda> (test_sync_calls.py:")
 
 
 def test_what_lightnings_loops_call_through_torch_is_nobodys_line(mode: Mode) -> None:
@@ -327,7 +327,7 @@ def test_a_binding_of_torchs_warns_when_it_returns() -> None:
 def test_a_read_of_torchs_is_seen_as_it_begins() -> None:
     begun: list[Any] = []
     last_call = LastCall(
-        time.perf_counter_ns, (), lambda frame: None, (), syncs._WAITS, lambda owner, at_ns: begun.append(owner)
+        time.perf_counter_ns, (), lambda frame: None, (), sync_calls._WAITS, lambda owner, at_ns: begun.append(owner)
     )
     values = torch.ones(2)
 
@@ -394,7 +394,7 @@ def test_a_forked_process_notes_nothing_for_long(mode: Mode) -> None:
     outside.look.begin()
     pid = os.fork()
     if pid == 0:
-        for _ in range(2 * calls._LOOK):
+        for _ in range(2 * last_call._LOOK):
             len(())
         os._exit(sys.getprofile() is not None)
     outside.look.end()
@@ -417,7 +417,7 @@ def test_what_fails_in_noting_a_call_does_not_come_out_of_it() -> None:
 
 
 def test_calls_beyond_the_budget_are_not_seen(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_EVENTS", 100)
+    monkeypatch.setattr(last_call, "_EVENTS", 100)
     outside = Outside(mode)
     outside.look.begin()
     for _ in range(100):

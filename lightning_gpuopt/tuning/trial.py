@@ -19,10 +19,10 @@ from lightning_gpuopt.compat.dataloader import lies_ready, shut_down, wait_at_mo
 from lightning_gpuopt.measurements.loader_model import receive_cost, taking
 from lightning_gpuopt.telemetry.resources import worker_memory
 from lightning_gpuopt.timeline.worker_clock import TimedCollate, WorkerClock
-from lightning_gpuopt.tuning.caps import files_of
 from lightning_gpuopt.tuning.main_script import check_guard
+from lightning_gpuopt.tuning.search_result import Measured, Trial
 from lightning_gpuopt.tuning.sharing import forks, own_collate
-from lightning_gpuopt.tuning.workers import Measured, Trial
+from lightning_gpuopt.tuning.worker_limits import files_of
 from lightning_gpuopt.utils.interrupts import interrupt_held
 
 _MIN_S: Final = 0.5

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpuopt.recorder.reading import Reading
 from lightning_gpuopt.recorder.ring import AT, RANK_BYTES, Ring
+from lightning_gpuopt.recorder.sample_notes import Reading
 
 
 @pytest.mark.parametrize(("numbered", "shown"), [(True, [20, 21, 22]), (False, [7, 5, 3])])

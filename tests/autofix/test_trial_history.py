@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_gpuopt.autofix.policy import Fix, Wanted
-from lightning_gpuopt.autofix.trial import ChangeTrial, RunLength, TrialHistory, run_length_of
+from lightning_gpuopt.autofix.trial_history import ChangeTrial, RunLength, TrialHistory, run_length_of
 
 STEPS = 10
 PERSIST = {"num_workers": 0, "persistent_workers": 1}

@@ -17,9 +17,9 @@ import torch
 from lightning_gpuopt.compat.fetchers import is_fetched_by_sample, is_stream
 from lightning_gpuopt.loaders import sample_keys
 from lightning_gpuopt.measurements.flight import COLLATES, READS, WAITS
-from lightning_gpuopt.recorder.places import described
+from lightning_gpuopt.recorder.code_places import described
 from lightning_gpuopt.recorder.ring import AT, DOING, NO_INDEX, NUMBER, Ring, key_of
-from lightning_gpuopt.utils.replacement import hide_us
+from lightning_gpuopt.utils.replaced_method import hide_us
 
 log = logging.getLogger(__name__)
 

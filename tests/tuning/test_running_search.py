@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_gpuopt.tuning.caps import Cap
-from lightning_gpuopt.tuning.live import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.running_search import LivePolicy, LoaderStats
+from lightning_gpuopt.tuning.worker_limits import Cap
 
 CAP = Cap(32, "max_num_workers")
 
