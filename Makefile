@@ -31,6 +31,8 @@ demo: $(READY)
 # would wait for ever for more tests than are left. Tests that fail are run once more, alone and in a new process: real
 # processes, signals and clocks are in nearly every lane, and what a fixture measured is then measured again, too.
 PARALLEL ?= -n 2 --max-worker-restart 0
+# A part of the matrix lane, such as 2/4; CI runs another one for each commit.
+PART ?= 1/1
 lane = $(1)/bin/python -m pytest -q -o cache_dir=.pytest_cache/$@ $(2)
 run-lane = $(call lane,$(1),$(2)) $(PARALLEL) --cache-clear || { test $$? -eq 1 && \
 	echo 'make $@: those that failed, once more, alone' && $(call lane,$(1),$(2)) -n 0 --last-failed --last-failed-no-failures none; }
@@ -49,7 +51,7 @@ test-examples: $(READY)
 	$(call run-lane,$(VENV),-m example)
 
 test-matrix: $(READY)
-	$(call run-lane,$(VENV),-m matrix)
+	$(call run-lane,$(VENV),-m matrix --part $(PART))
 
 test-gpu: $(READY)
 	$(BIN)/python -m pytest -q -m gpu tests/gpu

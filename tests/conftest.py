@@ -16,7 +16,7 @@ import pytest
 from hypothesis import settings
 
 from tests import one_thread  # noqa: F401 (before what imports torch)
-from tests.lanes import LANES
+from tests.lanes import LANES, is_of_part
 from tests.simulators.nvml import Simulator, build
 from tests.simulators.simulated_time import SimulatedTime
 
@@ -34,9 +34,16 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's backgro
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", default="1/1", help="the tests of this part of a lane, such as 2/4")
+
+
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a test of several lanes."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Refuse a test of several lanes, and leave out those of other parts of the lane."""
+    others = [item for item in items if not is_of_part(item.nodeid, config.getoption("part"))]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in set(others)]
     for item in items:
         lanes = [lane for lane in LANES if item.get_closest_marker(lane) is not None]
         if len(lanes) > 1:

@@ -6,11 +6,18 @@ from collections.abc import Mapping
 from itertools import combinations as pairs
 from itertools import product
 from typing import Any
+from zlib import crc32
 
 import pytest
 
 LANES = ("timed", "example", "matrix", "gpu", "loaders", "engines")
 """The markers: a test has at most one of them, and none in the core lane."""
+
+
+def is_of_part(test: str, part: str) -> bool:
+    """Whether a test, by its id, is in a part of its lane, such as ``"2/4"``: each is in one of the four."""
+    number, _, parts = part.partition("/")
+    return crc32(test.encode()) % int(parts) == int(number) % int(parts)
 
 
 def few(core: str, sets: Mapping[str, object]) -> list[Any]:

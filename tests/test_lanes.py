@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import LANES, combinations, few
+from tests.lanes import LANES, combinations, few, is_of_part
 from tests.scheduling import TOGETHER, Files
 
 ROOT = Path(__file__).parents[1]
@@ -33,9 +33,17 @@ def test_the_core_lane_is_what_has_no_lanes_marker(pytestconfig: pytest.Config) 
 
 @pytest.mark.parametrize("lane", LANES)
 def test_every_lane_has_its_target_and_is_called(lane: str) -> None:
-    called = re.findall(r"^make (\S+)$", (ROOT / ".ci/run").read_text(), re.MULTILINE)
+    called = re.findall(r"^make (\S+)", (ROOT / ".ci/run").read_text(), re.MULTILINE)
     assert set(selected_by(f"test-{lane.replace('example', 'examples')}")) == {lane}
     assert (f"test-{lane.replace('example', 'examples')}" in called) == (lane not in ON_DEMAND)
+
+
+def test_of_the_parts_of_a_lane_each_test_is_in_one() -> None:
+    tests = [f"tests/test_a.py::test_{number}[x]" for number in range(200)]
+    found = [[test for test in tests if is_of_part(test, f"{part}/4")] for part in range(4)]
+    assert sorted(test for tests_of in found for test in tests_of) == sorted(tests)
+    assert min(map(len, found)) > 30
+    assert [test for test in tests if is_of_part(test, "1/1")] == tests
 
 
 def test_the_core_lane_is_run_as_it_is_and_beside_busy_processes() -> None:
