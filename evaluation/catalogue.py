@@ -317,6 +317,30 @@ DATA = [
     ),
 ]
 
+SAMPLE_BY_SAMPLE = {
+    "1 worker, waiting twice the step",
+    "2 workers, waiting five times the step",
+    "1 worker, computing twice as long, a CPU is free",
+    "as many workers as CPUs, all computing",
+    "one sample in 320 takes 0.8 s, 4 workers",
+}
+"""Those that a SampleLoader loads as well."""
+
+
+def by_sample(fault: Fault) -> Fault:
+    """The same with a SampleLoader."""
+
+    def model() -> Model:
+        made = fault.model()
+        made.loader = {**made.loader, "by_sample": True}
+        return made
+
+    return replace(fault, name=f"{fault.name}, sample by sample", model=model)
+
+
+DATA += [by_sample(fault) for fault in DATA if fault.name in SAMPLE_BY_SAMPLE]
+CONTROLS.append(by_sample(next(fault for fault in CONTROLS if fault.name == "2 workers that just keep up")))
+
 LOOP = [
     Fault(
         "a callback of 3 ms in a step of 20 ms",

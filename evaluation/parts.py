@@ -11,6 +11,8 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_gpuopt import SampleLoader
+
 
 def spin(seconds: float) -> None:
     """Use so much CPU time."""
@@ -126,7 +128,8 @@ class Model(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(**({"batch_size": 4} | self.loader))
+        given = {"batch_size": 4} | self.loader
+        return SampleLoader(**given) if given.pop("by_sample", False) else DataLoader(**given)
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Data(length=400), batch_size=4)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_gpuopt.datamodules.dali import DALIDataModule
     from lightning_gpuopt.datamodules.image_folder import ImageFolderDataModule
     from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+    from lightning_gpuopt.datamodules.sample_loader import SampleLoader
     from lightning_gpuopt.diagnosis.diagnose import StallError
     from lightning_gpuopt.diagnosis.report import Finding, KernelShare, Risk, StallReport
     from lightning_gpuopt.storage.format import LMDBInfo
@@ -43,6 +44,7 @@ __all__ = [
     "NumWorkersFinder",
     "NumWorkersResult",
     "Risk",
+    "SampleLoader",
     "StallDetector",
     "StallError",
     "StallReport",
@@ -67,6 +69,7 @@ _HOMES = {
     "NumWorkersFinder": "lightning_gpuopt.callbacks.num_workers_finder",
     "NumWorkersResult": "lightning_gpuopt.tuning.search_result",
     "Risk": "lightning_gpuopt.diagnosis.report",
+    "SampleLoader": "lightning_gpuopt.datamodules.sample_loader",
     "StallDetector": "lightning_gpuopt.callbacks.stall_detector",
     "StallError": "lightning_gpuopt.diagnosis.diagnose",
     "StallReport": "lightning_gpuopt.diagnosis.report",

@@ -508,3 +508,33 @@ def test_the_flight_recorder_is_measured(tmp_path: Path) -> None:
         "step_us",
     ]
     assert figures["core_percent"] == pytest.approx(figures["beat_us"] / 250_000 * 100)
+
+
+@pytest.mark.matrix
+def test_sample_parallel_runs_in_a_tiny_form(tmp_path: Path) -> None:
+    before = results()
+    output = tmp_path / "sample-parallel.json"
+    printed = run("sample_parallel.py", "--tiny", "--output", str(output), codes=(0, 1))  # 1: a goal is missed
+    assert results() == before
+    found = json.loads(output.read_text())
+    assert (found["tiny"], found["workers"]) == (True, 2)
+    assert {name: [each["case"] for each in cases] for name, cases in found["rows"].items()} == {
+        "tail": ["asleep, 10 times, batches of 4", "busy, 10 times, batches of 4"],
+        "large": ["1 MiB"],
+        "taking": ["1 MiB"],
+        "images": ["JPEGs"],
+        "never_slower": ["table", "texts", "detection"],
+        "fix": ["asleep, 50 times, batches of 8", "8 MiB"],
+    }
+    cases = [each for cases in found["rows"].values() for each in cases]
+    assert all({"DataLoader", "SampleLoader"} <= each["medians"].keys() for each in cases)
+    verdicts = [goal["verdict"] for each in cases for goal in each["goals"]]
+    assert {verdict: verdicts.count(verdict) for verdict in verdicts} == found["goals"]
+    assert len(re.findall(r"goal at (?:least|most) \S+: ", printed)) == len(verdicts)
+
+
+def test_the_figures_of_sample_parallel_are_those_of_all_rows() -> None:
+    found = json.loads((BENCHMARKS / "results/sample-parallel-cpu.json").read_text())
+    assert found["tiny"] is False
+    assert list(found["rows"]) == ["tail", "large", "taking", "images", "never_slower", "fix"]
+    assert len(found["rows"]["tail"]) == 2 * 3 * 3

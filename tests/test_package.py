@@ -42,6 +42,7 @@ def test_the_public_names_are_these() -> None:
         "NumWorkersFinder",
         "NumWorkersResult",
         "Risk",
+        "SampleLoader",
         "StallDetector",
         "StallError",
         "StallReport",

@@ -20,8 +20,9 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.loaders.registry import Create, LoaderRegistry, SeenLoader
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange, why_left_alone
+from lightning_gpuopt.tuning.running import LostWorkers
 
-_WORKERS = ("num_workers", "persistent_workers")
+_WORKERS = ("num_workers", "persistent_workers", "sample_parallel")
 
 
 class DevicePrefetch(Protocol):
@@ -171,14 +172,14 @@ class AdjustableLoader:
         """Seconds of the epochs' set-ups spent to check whether workers can make the batches."""
         return sum(each.looked_s for each in self._managed)
 
-    def step_done(self) -> str | None:
+    def step_done(self) -> LostWorkers | None:
         """Check the workers that were started while training runs. Called once a window."""
         managed = self._only
         lost = None if managed is None else managed.step_done(self._iterator)
         if lost is not None and lost.kind == "order":
             text = f"AutoFix: {lost.why}. From the next epoch on, it is read no further ahead than you set."
             say_once(self._trainer, "autofix-order", text)
-        return None if lost is None else lost.why
+        return lost
 
     # -- the end
 

@@ -18,14 +18,16 @@ from lightning_gpuopt.diagnosis.refuted import COSTS_MORE, INTERRUPTED, TOO_SHOR
 from lightning_gpuopt.diagnosis.render.wording import change_line
 from lightning_gpuopt.measurements.loader_model import net_saving
 from lightning_gpuopt.measurements.loading import LoaderFacts
-from lightning_gpuopt.tuning.managed import DRAWS
+from lightning_gpuopt.tuning.managed import DRAWS, DRAWS_BY_SAMPLE
 from lightning_gpuopt.tuning.rules import CannotChange
+from lightning_gpuopt.tuning.running import LostWorkers
 from lightning_gpuopt.utils.callback_base import Guard
 from lightning_gpuopt.utils.rank_channel import RankBroadcast
 
 log = logging.getLogger(__name__)
 
 _MIN_SET_UPS: Final = 2  # before workers are made persistent: the run's first set-up contains more than the workers
+_DRAWS: Final = {"num_workers": DRAWS, "sample_parallel": DRAWS_BY_SAMPLE}
 _LAST_EPOCH: Final = "training ended before it could take effect"
 _NO_GAIN: Final = "no gain beyond noise"
 _WITH_WORKERS: Final = "applied and measured together with num_workers; not predicted separately"
@@ -91,22 +93,28 @@ class AutoFixController:
             if self._trial is None and len(self._history.before) >= MIN_BEFORE and self._loader.is_settled:
                 if window.source.key:  # of several loaders the one that is waited for
                     loader = window.loader
-                for wanted in wanted_changes(findings, loader, on_gpu=window.waterfall.on_gpu):
+                on_gpu, no_shm = window.waterfall.on_gpu, any("shared_memory" in each.why for each in self.changes)
+                for wanted in wanted_changes(findings, loader, on_gpu=on_gpu, no_shm=no_shm):
                     if self._may_try(wanted) and self._try(wanted, loader, window):
                         break
         return bool(self._loader.now("device_prefetch")) and not awake
 
-    def _note_problem(self, workers: int, problem: str) -> None:
+    def _note_problem(self, workers: int, lost: LostWorkers) -> None:
         """Note that workers changed without a decision here: memory ran out, or a worker failed."""
+        of, problem = "sample_parallel" if lost.kind == "samples" else "num_workers", lost.why
         if (trial := self._trial) is not None:
-            of_workers = trial.wanted.setting == "num_workers"
-            trial.waits = trial.waits and not (of_workers and workers != self._before_change["num_workers"])
-            self._take_back(trial, problem if of_workers else INTERRUPTED)
-            if of_workers:
+            is_tried = trial.wanted.setting == of
+            changed = is_tried and of == "num_workers" and workers != self._before_change[of]
+            trial.waits = trial.waits and not changed
+            self._take_back(trial, problem if is_tried else INTERRUPTED)
+            if is_tried:
                 return
         self._history.before.clear()
         now = self._loader.now("num_workers")
-        if now != workers:
+        if of == "sample_parallel":
+            self._failed.add(of)
+            self.changes.append(Change(of, True, False, kept=True, why=problem))
+        elif now != workers:
             self.changes.append(Change("num_workers", workers, now, kept=True, why=problem))
         elif self._loader.is_waiting("num_workers"):
             self.notes.append(f"AutoFix restores the loader's own num_workers in the next epoch: {problem}.")
@@ -116,6 +124,8 @@ class AutoFixController:
     def _may_try(self, wanted: Wanted) -> bool:
         setting, loader = wanted.setting, wanted.loader
         if setting not in self._fixes or setting in self._failed or (loader, setting) in self._refused:
+            return False
+        if setting == "sample_parallel" and self._loader.now(setting):
             return False
         if setting == "persistent_workers" and len(self._history.set_ups) < _MIN_SET_UPS:
             return False
@@ -279,8 +289,8 @@ class AutoFixController:
         measured = None if trial.waits else self._history.measured(trial)
         for setting, index in trial.entries.items():
             reasons = [why or self.changes[index].why]
-            if kept and setting == "num_workers" and self._loader.draws:
-                reasons.append(DRAWS)
+            if kept and setting in _DRAWS and self._loader.draws:
+                reasons.append(_DRAWS[setting])
             if kept and setting == trial.wanted.setting and self.changes[index].predicted is None:
                 reasons.append(f"not predicted: {NOT_PREDICTED[setting]}")
             whole = "; ".join(each for each in reasons if each)

@@ -13,7 +13,9 @@ from lightning_gpuopt.diagnosis.record import Finding
 from lightning_gpuopt.measurements.loader_costs import Interval
 from lightning_gpuopt.measurements.loading import LoaderFacts
 
-Fix = Literal["num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch"]
+Fix = Literal[
+    "num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "device_prefetch", "sample_parallel"
+]
 FIXES: Final[tuple[Fix, ...]] = get_args(Fix)
 
 # by setting, why its gain is not predicted, if it is not
@@ -23,7 +25,10 @@ NOT_PREDICTED: Final[dict[str, str]] = {
     "pin_memory": "only a trial shows how much faster copies from page-locked memory are",
     "persistent_workers": "the length of an epoch is not known",
     "device_prefetch": "no step was measured",
+    "sample_parallel": "only a trial shows what it brings",
 }
+# causes that end where each sample is a task: a slow one delays its own batch only, and no worker sends a batch
+_BY_SAMPLE: Final = ("head_of_line", "worker_transfer", "pin_memory")
 MIN_BEFORE: Final = 4  # windows that must have been seen before a change
 _LOOKS: Final = (5, 8)  # windows after a change at which it is judged. Only two: each look can be fooled by chance
 MAX_WINDOWS: Final = _LOOKS[-1]  # that are compared on either side; a gain without a proof is then taken back
@@ -44,13 +49,18 @@ class Wanted:
     loader: str = ""
 
 
-def wanted_changes(findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: bool) -> list[Wanted]:
-    """The changes that the findings ask for, in the order to try them; ``loader`` has the settings now."""
-    found = [each for finding in findings for each in _of(finding, loader, on_gpu=on_gpu)]
+def wanted_changes(
+    findings: Sequence[Finding], loader: LoaderFacts, *, on_gpu: bool, no_shm: bool = False
+) -> list[Wanted]:
+    """The changes that the findings ask for, in the order to try them; ``loader`` has the settings now.
+
+    ``no_shm``: more workers had no room in ``/dev/shm``.
+    """
+    found = [each for finding in findings for each in _of(finding, loader, on_gpu=on_gpu, no_shm=no_shm)]
     return [each for each in found if getattr(loader, each.setting, None) != each.value]
 
 
-def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Wanted]:
+def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool, no_shm: bool) -> Iterator[Wanted]:
     settings, key = dict(finding.settings), str(finding.evidence.get("loader", ""))
     if finding.cause == "host_to_device":
         if on_gpu and loader.num_workers:
@@ -58,6 +68,8 @@ def _of(finding: Finding, loader: LoaderFacts, *, on_gpu: bool) -> Iterator[Want
         if on_gpu and settings.get("pin_memory"):
             yield Wanted("pin_memory", True, finding.cause, None, key)
         return
+    if loader.num_workers and (finding.cause in _BY_SAMPLE or (no_shm and settings.get("num_workers"))):
+        yield Wanted("sample_parallel", True, finding.cause, None, key)
     if finding.cause != "epoch_restart":  # other findings advise it beside first workers: it saves little by itself
         settings.pop("persistent_workers", None)
     for setting in FIXES:

@@ -32,9 +32,10 @@ class AutoFix(CallbackBase):
     """Apply the advice of StallDetector while training runs, one setting at a time, and keep changes with proven gain.
 
     It adds a :class:`~lightning_gpuopt.StallDetector` to the Trainer, or uses the one that is there. More workers are
-    added to the running loader at once. ``prefetch_factor``, ``pin_memory``, ``persistent_workers`` and a loader's
-    first workers come with its next iterator. ``device_prefetch`` is a :class:`~lightning_gpuopt.CudaPrefetcher` that
-    is inactive until it is needed. The windows after a change are compared with those before it (a rank-sum test),
+    added to the running loader at once, and so is ``sample_parallel``: each sample, not each batch, is then a task of
+    the workers. ``prefetch_factor``, ``pin_memory``, ``persistent_workers`` and a loader's first workers come with its
+    next iterator. ``device_prefetch`` is a :class:`~lightning_gpuopt.CudaPrefetcher` that is inactive until it is
+    needed. The windows after a change are compared with those before it (a rank-sum test),
     and a change without a gain is undone.
 
     Samples, their order and the random state of training stay the same. Random numbers drawn in workers depend on how
@@ -44,7 +45,7 @@ class AutoFix(CallbackBase):
     Args:
         threshold: minimum share of wall time, 0-1, for a cause to be fixed.
         fixes: ``"all"``, or a list of ``"num_workers"``, ``"prefetch_factor"``, ``"pin_memory"``,
-            ``"persistent_workers"``, ``"device_prefetch"``.
+            ``"persistent_workers"``, ``"device_prefetch"``, ``"sample_parallel"``.
         report_dir: folder of the report; by default ``<trainer.log_dir>/gpuopt``. If the Trainer has a StallDetector
             already, its folder is used.
         exact: change only the workers of loaders known not to draw random numbers: a worker reads a few batches

@@ -9,7 +9,7 @@ the local ``self`` of a fetcher's ``fetch``      2.4 - 2.13   what a worker does
 ``_IterableDatasetFetcher``
 ``_dataset_fetcher``                             2.4 - 2.13   the same without workers
 ``_set_worker_signal_handlers``                  2.4 - 2.13   a fatal signal's stack in a worker is not recorded
-``worker.WorkerInfo``, ``_worker_info``,         2.4 - 2.13   DataLoader workers load for our own DataModules
+``worker.WorkerInfo``, ``_worker_info``,         2.4 - 2.13   DataLoader workers load whole batches
 ``_generate_state``
 ``torch._utils.ExceptionWrapper``                2.4 - 2.13   ``import`` fails: nothing else brings an exception over
 ===============================================  ===========  ==========================================================
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import sys
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
@@ -121,6 +122,22 @@ def be_a_worker(worker: int, num_workers: int, base_seed: int, dataset: Any) -> 
     torch.manual_seed(seed)
     np.random.seed(torch_worker._generate_state(base_seed, worker))  # type: ignore[no-untyped-call]
     torch_worker._worker_info = torch_worker.WorkerInfo(id=worker, num_workers=num_workers, seed=seed, dataset=dataset)
+
+
+def when_worker_is_asked_for(asked: Callable[[], object]) -> None:
+    """Have it seen in this worker when code that is neither torch's nor ours reads what ``get_worker_info()`` gives."""
+    info: Any = torch_worker._worker_info
+
+    class Seen(type(info)):  # type: ignore[misc]
+        __slots__ = ()
+
+        def __getattribute__(self, name: str) -> Any:
+            asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+            if asking not in ("torch", "lightning_gpuopt") and not name.startswith("_"):
+                asked()
+            return super().__getattribute__(name)
+
+    object.__setattr__(info, "__class__", Seen)
 
 
 def wrap_exception(worker: int) -> Any:

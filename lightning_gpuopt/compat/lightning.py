@@ -46,6 +46,8 @@ __all__ += ["Profiler", "Trainer", "rank_zero_info", "rank_zero_warn", "seed_eve
 
 log = logging.getLogger(__name__)
 
+_CALLS_FROM_LOOP = 12  # from the fit loop to a loader's state, at most
+
 BASE_STRATEGY = tuple(f"{name}.strategies.strategy" for name in _NAMES)
 _HOOK_BASES = (*(f"{name}.{part}" for name in _NAMES for part in ("core.", "callbacks.callback")), *BASE_STRATEGY)
 
@@ -266,6 +268,24 @@ def processed_batches(trainer: Trainer) -> int:
     return int(progress.processed)
 
 
+def trainer_that_asks() -> Trainer | None:
+    """The Trainer whose fit loop saves or loads the state of a loader, for that loader; None if somebody else asks.
+
+    Found by the calls of ``_FitLoop.on_save_checkpoint`` and ``_FitLoop._load_combined_loader_states``; without them a
+    batch in the middle of its step counts as taken, and an epoch of another length as long as before.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_CALLS_FROM_LOOP):
+        if frame.f_code.co_name in ("on_save_checkpoint", "_load_combined_loader_states"):
+            loop = frame.f_locals.get("self")
+            if hasattr(loop, "epoch_loop"):
+                return loop.trainer  # type: ignore[no-any-return, union-attr]
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None
+
+
 def set_train_batches(trainer: Trainer, length: int) -> None:
     """Tell a running fit, which asks once, that its only training loader has another length.
 
@@ -277,9 +297,9 @@ def set_train_batches(trainer: Trainer, length: int) -> None:
         return
     batches = length if limit is None else int(length * limit) if isinstance(limit, float) else min(length, limit)
     combined.limits = [batches]
-    if trainer.val_check_batch == loop.max_batches * (interval := trainer.val_check_interval) // 1 and isinstance(
-        interval, float
-    ):
+    interval = trainer.val_check_interval
+    is_share = isinstance(interval, float) and hasattr(trainer, "val_check_batch")
+    if is_share and trainer.val_check_batch == loop.max_batches * interval // 1:
         trainer.val_check_batch = max(1, int(batches * interval))
     loop.max_batches = batches
 

@@ -1,1 +1,1 @@
-"""The public DataModules: thin wrappers around ``loading/``, ``storage/`` and ``dali/``."""
+"""The public DataModules and ``SampleLoader``: thin wrappers around ``loading/``, ``storage/`` and ``dali/``."""

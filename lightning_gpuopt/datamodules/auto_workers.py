@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader
-from lightning_gpuopt.loading.engine.iterator import can_serve
-from lightning_gpuopt.loading.engine.shared_blocks import can_share
+from lightning_gpuopt.loading.engine.iterator import why_not_served
 from lightning_gpuopt.objects.dataset_state import UnshareableObject
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
@@ -39,7 +38,7 @@ def auto_workers(
             f"its dataset holds {shared}, which processes cannot share. If you open it when the first sample is read, "
             "num_workers='auto' uses all CPUs"
         )
-    if can_serve(loader) and can_share():
+    if why_not_served(loader._reader()) is None:
         return loader.num_workers, None
     return _workers_that_fit(loader, loaders_on_node)
 

@@ -49,7 +49,9 @@ _FINDING: Final = _object(
 )
 _KERNEL: Final = _object(_each("name kind module", _TEXT) | {"share": _SHARE, "calls_per_step": _NUMBER})
 _LOADER: Final = _object(
-    {}, _each("num_workers prefetch_factor", _COUNT) | _each("persistent_workers pin_memory duplicates", _FLAG)
+    {},
+    _each("num_workers prefetch_factor", _COUNT)
+    | _each("persistent_workers pin_memory sample_parallel duplicates", _FLAG),
 )
 _LOADER_COSTS: Final = _object(
     _each("num_workers batches", _COUNT)

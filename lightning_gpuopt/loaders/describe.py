@@ -89,26 +89,24 @@ def _of_dataloader(loader: DataLoader[Any], iterator: Any) -> Facts:
         "persistent_workers": loader.persistent_workers or bool(getattr(iterator, "_persistent_workers", False)),
         "prefetch_factor": loader.prefetch_factor,
         "pin_memory": loader.pin_memory,
+        "sample_parallel": bool(getattr(iterator, "reads_by_sample", False)),
         "batch_size": loader.batch_size,
         "is_iterable": streams,
         "duplicates": duplicates,
         "sharding": "sampler" if not streams else None if duplicates else "dataset",
-        "datamodule": None if streams else _datamodule_for(loader),
+        "may_be_sample_parallel": not streams and _may_be_sample_parallel(loader),
     }
 
 
-def _datamodule_for(loader: DataLoader[Any]) -> str | None:
-    """Which of our DataModules would read a map-style dataset sample by sample; None if none would, or one does."""
+def _may_be_sample_parallel(loader: DataLoader[Any]) -> bool:
+    """Whether a SampleLoader would make a plain loader's batches sample by sample, as far as is known."""
     collate_fn = getattr(loader.collate_fn, "collate_fn", loader.collate_fn)  # behind what times it
     if type(loader) is not DataLoader or collate_fn is not default_collate or loader.batch_size is None:
-        return None
+        return False
     dataset: Any = loader.dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    if hasattr(dataset, "__getitems__"):  # batches are its own to make
-        return None
-    folder = type(dataset).__name__ == "ImageFolder" and type(dataset).__module__.startswith("torchvision.")
-    return "ImageFolderDataModule" if folder else "LMDBDataModule"
+    return not hasattr(dataset, "__getitems__")  # else batches are its own to make
 
 
 def _count_idle(found: Facts, notes: list[str]) -> None:

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_gpuopt.compat.dataloader import pin_batch
-from lightning_gpuopt.compat.lightning import rank_zero_info
+from lightning_gpuopt.compat.dataloader import copy_of, pin_batch
 from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
 from lightning_gpuopt.loading.engine.engine import CannotServe
-from lightning_gpuopt.loading.engine.iterator import EngineIterator, can_serve
-from lightning_gpuopt.loading.engine.shared_blocks import can_share
+from lightning_gpuopt.loading.engine.iterator import EngineIterator, why_not_served
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
+from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
 if TYPE_CHECKING:  # else callbacks would need the decoders
     from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
 
 log = logging.getLogger(__name__)
 
+MAX_AHEAD_BYTES: Final = 1 << 30
+"""Of batches that are made ahead of their turn, if nobody says how many."""
 GATHER_BYTES: Final = 1 << 20
 """Up to this size a batch is gathered in the training process (0.2 ms): in less time than another could say it is
 done."""
@@ -41,6 +42,10 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     pins_in_place = False
     torch_is_faster = False  # loader processes were found to be slower than torch's workers
     cpus = 0  # that loader processes may share, as many and with threads as is best; 0: there are `num_workers` of them
+    max_ahead_bytes: int | None = (
+        None  # of batches made ahead; None: as many as ``prefetch_factor`` says, and room allows
+    )
+    epochs = -1  # that have begun, of which the last has this number
 
     @property
     def shares_cpus(self) -> bool:
@@ -49,6 +54,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
 
     @property
     def sampler(self) -> Any:
+        """The sampler behind the batches."""
         return getattr(self.batch_sampler, "sampler", self.batch_sampler)
 
     @sampler.setter
@@ -77,37 +83,38 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
         """A copy has processes of its own."""
         return {**vars(self), "_iterator": None}
 
+    def _reader(self) -> ElasticLoader:
+        """The loader whose dataset and ``collate_fn`` make the batches."""
+        return self
+
     def _get_iterator(self) -> Any:
         """Loader processes that fill batches sample by sample, if possible; else torch's iterator."""
-        if not self.num_workers or not can_serve(self):
-            return super()._get_iterator()
-        if not can_share():
-            _say_that_nothing_is_shared()
-            return super()._get_iterator()
+        loader = self._reader()
+        if not self.num_workers:
+            return DataLoader._get_iterator(loader)
         state = torch.get_rng_state() if self.generator is None else self.generator.get_state()
-        try:
-            return EngineIterator(self)
-        except CannotServe as reason:
-            log.debug("DataLoader workers load: %s", reason)
-            if isinstance(self.sampler, ElasticSampler):
-                self.sampler.begin_again()
-        (torch.default_generator if self.generator is None else self.generator).set_state(state)
-        return super()._get_iterator()
+        why = why_not_served(loader)
+        if why is None:
+            try:
+                return EngineIterator(loader)
+            except CannotServe as reason:
+                why = str(reason)
+                if isinstance(self.sampler, ElasticSampler):
+                    self.sampler.begin_again()
+            (torch.default_generator if self.generator is None else self.generator).set_state(state)
+        self._say_that_workers_load(why)
+        return DataLoader._get_iterator(loader)
+
+    def _say_that_workers_load(self, why: str) -> None:
+        log.debug("DataLoader workers load: %s", why)
 
     def __iter__(self) -> Any:
-        if self.num_workers == 0 and getattr(self.dataset, "gathers_batches", False):
-            return _GatheredBatches(self)
+        self.epochs += 1
+        if self.num_workers == 0 and getattr((reader := self._reader()).dataset, "gathers_batches", False):
+            return _GatheredBatches(reader)
         if isinstance(self._iterator, EngineIterator) and self._iterator.torch_is_faster:
             self.torch_is_faster, self._iterator = True, None
         return super().__iter__()
-
-
-@cache
-def _say_that_nothing_is_shared() -> None:
-    rank_zero_info(
-        "DataLoader workers load: this system has no memory files (memfd_create, Linux 3.17 or later) for loader "
-        "processes to fill batches in"
-    )
 
 
 class _Fetcher:
@@ -129,57 +136,112 @@ class _GatheredBatches:
         self._indices: Iterator[list[int]] = iter(loader.batch_sampler)
         self._fetcher = _Fetcher(loader.dataset, loader.collate_fn)
         self._pins = loader.pin_memory and torch.cuda.is_available()
+        self._num_yielded = 0
 
     def __iter__(self) -> _GatheredBatches:
         return self
 
     def __next__(self) -> Any:
         batch = self._fetcher.fetch(next(self._indices))
+        self._num_yielded += 1
         return pin_batch(batch, None) if self._pins else batch
+
+
+def timed_as(theirs: Callable[[Any], Any], collate_fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A ``collate_fn`` that is timed in the workers if the loader's own is."""
+    if not isinstance(theirs, TimedCollate):
+        return collate_fn
+    timed = copy.copy(theirs)  # which times nothing, until it is given all that the other has
+    vars(timed).update(vars(theirs), collate_fn=collate_fn)
+    return timed
+
+
+def sample_tasks(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What a copy of a DataLoader has in place of its own, so that an `EngineIterator` makes the very same batches."""
+    samples = EpochSamples(loader.dataset)
+    attributes = {name: getattr(ElasticLoader, name) for name in ("keeps_readers", "pins_in_place", "torch_is_faster")}
+    return {
+        **attributes,
+        "dataset": samples,
+        "collate_fn": timed_as(loader.collate_fn, Collate("contiguous", samples.name)),
+        "in_order": True,
+        "max_ahead_bytes": MAX_AHEAD_BYTES,
+        "shares_cpus": False,
+    }
+
+
+def why_no_sample_tasks(loader: DataLoader[Any]) -> str | None:
+    """Why the samples of a plain DataLoader cannot be tasks, as far as is known before one is read."""
+    collate_fn: Any = loader.collate_fn
+    while isinstance(collate_fn, TimedCollate):
+        collate_fn = collate_fn.collate_fn
+    if collate_fn is not default_collate:
+        return "its collate_fn is not torch's default_collate"
+    if not is_read_by_sample(loader.dataset):
+        return "its dataset returns whole batches (__getitems__)"
+    return why_not_served(copy_of(loader, **sample_tasks(loader)))
+
+
+class Reading(NamedTuple):
+    """How a loader reads a dataset: what it reads in place of it, and the ``collate_fn`` for that."""
+
+    source: Any
+    collate_fn: Callable[[Any], Any]
+
+    @classmethod
+    def of(
+        cls,
+        dataset: Any,
+        *,
+        seed: int,
+        crops: RandomCrops | CenterCrops | None = None,
+        skipped: SkippedSamples | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        memory_format: MemoryFormat = "channels_last",
+    ) -> Reading:
+        """What a dataset may offer is in `loading/datasets.py`; without `skipped` unreadable samples are errors.
+
+        `memory_format` is of images that this package decodes. TypeError: `crops`, but the dataset lets nobody else
+        decode its images.
+        """
+        if crops is None and skipped is None and collate_fn is None and (source := gathered(dataset)) is not None:
+            return cls(source, as_it_is)
+        if crops is None and skipped is None and not is_read_by_sample(dataset):
+            return cls(dataset, collate_fn or Collate("contiguous"))  # it has a way of its own to give batches
+        samples = EpochSamples(dataset, crops, seed=seed, skipped=skipped)
+        if collate_fn is not None:
+            return cls(samples, SeededCollate(collate_fn, samples))
+        ours = for_loader(dataset) is not None
+        return cls(samples, Collate(memory_format if ours else "contiguous", samples.name))
+
+    def without_processes(self, batch_sampler: ElasticBatchSampler) -> bool:
+        """Whether batches are gathered faster in the training process."""
+        return self.collate_fn is as_it_is and self.source.record_bytes * batch_sampler.batch_size <= GATHER_BYTES
 
 
 def make_loader(
     dataset: Dataset[Any],
     sampler: ElasticSampler,
     *,
-    crops: RandomCrops | CenterCrops | None = None,
-    skipped: SkippedSamples | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
-    memory_format: MemoryFormat = "channels_last",
     num_workers: int | None = None,
     workers_if_needed: int = 0,
     pin_memory: bool = False,
     persistent_workers: bool | None = None,
     prefetch_factor: int | None = None,
+    **reading: Any,
 ) -> ElasticLoader:
-    """A loader for any map-style dataset in an elastic order; what a dataset may offer is in `loading/datasets.py`.
+    """A loader for any map-style dataset in an elastic order; `reading` are arguments of `Reading.of`.
 
     `num_workers` are loader processes, or torch's workers where samples have no fixed layout in a batch; None: none
-    if batches are gathered faster without, else as are best for `workers_if_needed` CPUs. Without `skipped`
-    unreadable samples are errors. `memory_format` is of images that this package decodes. TypeError: `crops`, but the
-    dataset lets nobody else decode its images.
+    if batches are gathered faster without, else as are best for `workers_if_needed` CPUs.
     """
+    source, collate_fn = read = Reading.of(dataset, seed=sampler.seed, **reading)
     batch_sampler = ElasticBatchSampler(sampler, sampler.batch_size, sampler.drop_last)
-    source: Any = None
-    if crops is None and skipped is None and collate_fn is None:
-        source = gathered(dataset)
-    if source is not None:
-        if num_workers is None and source.record_bytes * sampler.batch_size <= GATHER_BYTES:
-            num_workers = 0
-        if num_workers == 0:
-            batch_sampler.announce = source.announce
-        collate_fn = as_it_is
-    elif crops is not None or skipped is not None or is_read_by_sample(dataset):
-        source = EpochSamples(dataset, crops, seed=sampler.seed, skipped=skipped)
-        if collate_fn is None:
-            ours = for_loader(dataset) is not None
-            collate_fn = Collate(memory_format if ours else "contiguous", source.name)
-        else:
-            collate_fn = SeededCollate(collate_fn, source)
-    else:
-        source = dataset  # it may have a way of its own to give a batch's samples
-        collate_fn = collate_fn or Collate("contiguous")
     workers = workers_if_needed if num_workers is None else num_workers
+    if num_workers is None and read.without_processes(batch_sampler):
+        workers = 0
+    if not workers and collate_fn is as_it_is:
+        batch_sampler.announce = source.announce
     loader = ElasticLoader(
         source,
         batch_sampler=batch_sampler,

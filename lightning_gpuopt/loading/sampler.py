@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, Final
 
 import numpy as np
-from torch.utils.data import BatchSampler, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_gpuopt.loading.order import Order
 
-_BLOCK_BATCHES = 64  # batches whose indices are worked out at a time
+_BLOCK_BATCHES: Final = 64  # batches whose indices are worked out at a time
 
 
 def step_size(left: int, world_size: int, batch_size: int, drop_last: bool, larger_last: bool = False) -> int:
@@ -49,6 +57,10 @@ class BatchIndices(list[int]):
         return BatchIndices, (list(self), self.epoch, self.first)
 
 
+class Later(StopIteration):
+    """A sampler gives no more indices yet; it has not come to its end."""
+
+
 class ElasticSampler(DistributedSampler[int]):
     """Gives each rank its share of each step, and goes on from any sample of an epoch on any number of ranks.
 
@@ -81,8 +93,8 @@ class ElasticSampler(DistributedSampler[int]):
         self.epoch = 0
         self.iterated_epoch = 0
         """The epoch of the latest iteration."""
-        self.epoch_now: Callable[[], int] | None = None
-        """Says which epoch it is; else it is the one that `set_epoch` is given."""
+        self.epoch_now: Callable[[], int | None] | None = None
+        """Says which epoch it is; else, or if it says None, it is the one that `set_epoch` is given."""
         self.on_epoch: Callable[[int], None] | None = None
         """Called with the epoch's number of batches when an epoch is set."""
         self._start = (0, 0, 0)  # epoch, samples consumed in it, steps that took them
@@ -91,7 +103,8 @@ class ElasticSampler(DistributedSampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         # Lightning counts an epoch that max_steps cut short as done, and yet goes on in it after a resume.
-        self.epoch = epoch if self.epoch_now is None else self.epoch_now()
+        now = None if self.epoch_now is None else self.epoch_now()
+        self.epoch = epoch if now is None else now
         self._is_set = True
         if self.on_epoch is not None:
             self.on_epoch(self.num_batches())
@@ -170,9 +183,9 @@ class ElasticSampler(DistributedSampler[int]):
         epoch, consumed, _ = self._start
         return (self.rank, epoch, consumed) if self.num_replicas > 1 else ()
 
-    def steps_done(self) -> int:
-        """Steps of the epoch that were done before a resume."""
-        return self._begin(self.epoch)[1]
+    def steps_done(self, epoch: int | None = None) -> int:
+        """Steps of an epoch (None: this one) that were done before a resume."""
+        return self._begin(self.epoch if epoch is None else epoch)[1]
 
     def batches(self) -> Iterator[BatchIndices]:
         """This rank's batches, from where the epoch begins to its end."""
@@ -248,6 +261,47 @@ class ElasticBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return self.sampler.num_batches() if isinstance(self.sampler, ElasticSampler) else super().__len__()
+
+
+class RestOfBatches:
+    """A batch sampler whose first iteration leaves out so many batches."""
+
+    def __init__(self, batches: Any, done: int) -> None:
+        self._batches, self._done = batches, done
+        self.most_samples, self.may_be_read_ahead = most_samples(batches), may_be_read_ahead(batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        done, self._done = self._done, 0
+        return islice(self._batches, done, None)
+
+
+def most_samples(batch_sampler: Any) -> int | None:
+    """The most samples that a batch may have; None: that is not known."""
+    if type(batch_sampler) is ElasticBatchSampler:
+        return int(batch_sampler.batch_size) + 1  # the last batch of a rank may be larger by one
+    if type(batch_sampler) is BatchSampler:
+        return int(batch_sampler.batch_size)
+    return getattr(batch_sampler, "most_samples", None)
+
+
+# samplers that draw from a random state when they are iterated, and not again for each index
+DRAW_AT_ONCE: Final = (
+    SequentialSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    DistributedSampler,
+    ElasticSampler,
+)
+
+
+def may_be_read_ahead(batch_sampler: Any) -> bool:
+    """Whether it makes no difference when a batch's indices are drawn; else a loader draws them when torch's would."""
+    known = type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in DRAW_AT_ONCE
+    return known or bool(getattr(batch_sampler, "may_be_read_ahead", False))
 
 
 class ResumableLoader:

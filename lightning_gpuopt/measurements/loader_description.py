@@ -36,6 +36,7 @@ class LoaderDescription:
     persistent_workers: bool | None = None
     prefetch_factor: int | None = None
     pin_memory: bool | None = None
+    sample_parallel: bool = False  # each sample is a task of the workers, not each batch
     batch_size: int | None = None
     length: int | None = None  # batches of an epoch, on this rank
     is_iterable: bool = False  # read as a stream, so that workers decide who reads what
@@ -46,9 +47,7 @@ class LoaderDescription:
     duplicates: bool | None = None  # more workers would bring samples twice: its stream is not divided
     caches: tuple[str, ...] = ()  # folders in which a stream keeps what it has downloaded
     unshared: str | None = None  # why more workers would read other samples: a shared open file, a generator
-    # which of our DataModules would read its dataset sample by sample, so that a slow sample delays its own batch only;
-    # None if none would, or one does
-    datamodule: str | None = None
+    may_be_sample_parallel: bool = False  # a SampleLoader would make its batches sample by sample, as far as is known
     # for each setting "now", "with the next iterator", or "refused because ..."
     changes: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # worth a line in the report, such as an unknown version

@@ -113,6 +113,7 @@ class LoaderFacts:
     persistent_workers: bool | None = None
     prefetch_factor: int | None = None  # None without workers
     pin_memory: bool | None = None
+    sample_parallel: bool | None = None  # True: each sample is a task of the workers, not each batch
     # more workers would bring samples twice: an ``IterableDataset`` does not divide its samples; None if all
     # datasets are map-style
     duplicates: bool | None = None

@@ -74,6 +74,7 @@ class DatasetState:
         self.held: list[UnshareableObject] = []
         self.has_epochs = False  # something in it has a set_epoch method
         self.is_comparable = True  # a change would be seen, and nothing of it is trained
+        self.asks_for_worker = False  # its code may ask which worker it runs in
         self.seeds_by_number = False  # workers seed themselves by their number, and not by torch's seed
         self._near, self._far = list[_Part](), list[_Part]()
         self._of_samples: dict[int, list[_Part]] = {}
@@ -214,6 +215,7 @@ class DatasetState:
             # what is trained is noted, and not held by this
             reads = [(m, name) for m, name in reads_of(function) if kind_of(m[name]) not in ("trained", "lightning")]
             names = names_in(function.__code__)
+            self.asks_for_worker |= "get_worker_info" in names
             seeds = names & _SEEDS or any("seed" in each.lower() for each in names)  # maybe through a helper
             if seeds and "initial_seed" not in names:
                 self.seeds_by_number |= "get_worker_info" in names or node.path.startswith("worker_init_fn")

@@ -23,6 +23,7 @@ def facts_of(loaders: Sequence[LoaderDescription]) -> LoaderFacts:
         persistent_workers=all(each.persistent_workers for each in loaders) if complete else None,
         prefetch_factor=min(factors) if factors else None,
         pin_memory=all(each.pin_memory for each in loaders) if complete else None,
+        sample_parallel=any(each.sample_parallel for each in loaders) or None,
         duplicates=_duplicates(loaders),
     )
 

@@ -7,11 +7,14 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
+from lightning_gpuopt.loading.sampler import BatchIndices, Later
+
 
 class EpochIndices:
     """The indices of an epoch's batches, drawn from the loader's sampler for one segment after the other."""
 
-    def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool]) -> None:
+    def __init__(self, sampler: Any, due: int, ahead: Callable[[], bool], seed: int = 0) -> None:
+        self._seed, self._samples = seed, 0  # ``seed`` stands for the epoch; samples whose indices were drawn
         self.due = due  # indices that the user's own number of workers would have asked for by now
         self._sampler = sampler
         self.ahead = ahead  # whether more than those may be drawn
@@ -73,14 +76,26 @@ class EpochIndices:
         except Exception as error:
             self.ended, self._error = True, error
         else:
+            if type(index) is list:
+                index, self._samples = _Placed(index, self._seed, self._samples), self._samples + len(index)
             self.waiting.append(index)
             self.drawn += 1
 
 
-class RestOfEpoch:
-    """The sampler of one segment: the rest of the epoch, until the segment is stopped."""
+class _Placed(BatchIndices):
+    """A batch's indices of the user's sampler, with their place in the epoch."""
 
-    def __init__(self, indices: EpochIndices, *, begins: bool) -> None:
+
+class RestOfEpoch:
+    """The sampler of one segment: the rest of the epoch, until the segment is stopped.
+
+    With ``most_samples`` of a batch it is read sample by sample: indices come with their place in the epoch.
+    """
+
+    may_be_read_ahead = True  # as far as the user's sampler may
+
+    def __init__(self, indices: EpochIndices, *, begins: bool, most_samples: int | None = None) -> None:
+        self.most_samples = most_samples
         self.begin(indices, begins=begins)
 
     def begin(self, indices: EpochIndices, *, begins: bool) -> None:
@@ -98,11 +113,13 @@ class RestOfEpoch:
 
     def __next__(self) -> Any:
         if self.stopped:
-            raise StopIteration
+            raise Later
         try:
             index = self.indices.take()
         except StopIteration:
-            self.refused += not self.indices.ended
-            raise
+            if self.indices.ended:
+                raise
+            self.refused += 1
+            raise Later from None
         self.given.append(index)
-        return index
+        return list(index) if type(index) is _Placed and self.most_samples is None else index

@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.compat.dataloader import persistent_iterator, running_workers
 from lightning_gpuopt.loaders.registry import Create
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader
+from lightning_gpuopt.loading.engine.engine import CannotServe
 from lightning_gpuopt.measurements.loader_description import NEXT, NOW
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.rules import AHEAD, BY_TRIAL, AskedChange, CannotChange, why_not
+from lightning_gpuopt.tuning.rules import AHEAD, ASKS_FOR_WORKER, BY_TRIAL, AskedChange, CannotChange, why_not
 from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader, assign
 from lightning_gpuopt.tuning.running_search import LivePolicy
 from lightning_gpuopt.tuning.sharing import forks, held_by, own_workers, why_not_shared
@@ -30,6 +32,10 @@ log = logging.getLogger(__name__)
 DRAWS: Final = (
     "random numbers are drawn in the workers: as always in PyTorch, they depend on the number of workers; the samples "
     "and their order do not"
+)
+DRAWS_BY_SAMPLE: Final = (
+    "random numbers are drawn as samples are read: they now depend on the epoch and the position in it, not on the "
+    "worker; the samples and their order stay the same"
 )
 _LAST_EPOCH: Final = "it needs a new iterator of the loader, and this epoch is the last"
 
@@ -87,6 +93,8 @@ class ManagedLoader:
         """The value of a setting; a change that waits for the next iterator does not count."""
         if setting == "persistent_workers" and self.running.shared.keeps:
             return True
+        if setting == "sample_parallel":
+            return self.running.shared.by_sample or isinstance(self.loader, ElasticLoader)
         return getattr(self.loader, setting, None)
 
     def when(self, setting: str, value: Any) -> str:
@@ -104,7 +112,7 @@ class ManagedLoader:
         return setting in BY_TRIAL["changes as it is read"] and self.own_workers > 0
 
     def _comes_now(self, setting: str) -> bool:
-        return setting == "num_workers" and self.loader.num_workers > 0 and not self._wrapped
+        return setting in ("num_workers", "sample_parallel") and self.loader.num_workers > 0 and not self._wrapped
 
     def _why_not(self, setting: str, value: Any, *, tried: bool = False) -> str | None:
         if self.now(setting) == value:
@@ -113,9 +121,11 @@ class ManagedLoader:
             return self._left
         if setting in BY_TRIAL["random numbers"] and self._drawn is not None:
             return self._drawn
+        if setting == "sample_parallel" and self.running.shared.draws.workers_were_asked_for:
+            return ASKS_FOR_WORKER
         if setting in AHEAD and (bound := self.running.order.why_bound(self.loader)) is not None:
             return bound
-        if self._wrapped and setting == "persistent_workers":
+        if self._wrapped and setting in ("persistent_workers", "sample_parallel"):
             return "the program iterates it inside its own loader, possibly several times at once"
         if self._is_by_trial(setting):
             if self._exact and self.running.draws:
@@ -134,6 +144,8 @@ class ManagedLoader:
             self._seen = (why_not_other_workers(self.loader, exact=self._exact),)
         if (reason := self._why_not(setting, value)) is not None:
             raise CannotChange(reason)
+        if setting == "sample_parallel":
+            return self._read_by_sample(iterator, last_epoch=last_epoch)
         if self._comes_now(setting):
             return self._resize(value, iterator, last_epoch=last_epoch)
         if last_epoch:
@@ -149,6 +161,8 @@ class ManagedLoader:
             self.running.apply(value)
         elif setting == "persistent_workers":
             self.running.shared.keeps = False
+        elif setting == "sample_parallel":
+            self.running.read_by_sample(value)
         else:
             self._next[setting] = value
             self._returns.add(setting)
@@ -156,6 +170,8 @@ class ManagedLoader:
     def is_waiting(self, setting: str, iterator: Any) -> bool:
         if setting == "num_workers" and iterator is not None:
             return setting in self._next or running_workers(self.loader, iterator) != self.loader.num_workers
+        if setting == "sample_parallel":
+            return self.running.reads_by_sample != self.running.shared.by_sample
         return setting in self._next
 
     @property
@@ -198,6 +214,18 @@ class ManagedLoader:
             running.apply(before)
             why = running.problem or "all batches of the epoch are in flight"
             raise CannotChange(f"running workers cannot be changed ({why}), and this epoch is the last")
+        return there
+
+    def _read_by_sample(self, iterator: Any, *, last_epoch: bool) -> bool:
+        running, self._follows = self.running, True
+        self.follow(iterator)
+        try:
+            there = running.read_by_sample(True)
+        except CannotServe as reason:
+            raise CannotChange(str(reason)) from None
+        if not there and last_epoch:
+            running.read_by_sample(False)
+            raise CannotChange(_LAST_EPOCH)
         return there
 
     def raise_prefetch(self, factor: int | None) -> bool:
@@ -338,6 +366,7 @@ class ManagedLoader:
     def end(self, back: dict[str, Any] | None = None) -> None:
         """End with the fit, and restore these settings; may be called more than once."""
         self.running.done()
+        self.running.shared.by_sample = False
         if self._keeps:
             self._keeps = self.running.shared.keeps = False
             self.running.shared.end_kept()

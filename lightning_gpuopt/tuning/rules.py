@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_gpuopt.compat.dataloader import is_plain, may_pin, persistent_iterator
 from lightning_gpuopt.loaders.kinds import keeps_state, kind_of
-from lightning_gpuopt.loading.elastic_loader import ElasticLoader
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader, why_no_sample_tasks
 from lightning_gpuopt.tuning.seen_order import SeenOrder
-from lightning_gpuopt.tuning.sharing import ForkSnapshot, forks, held_by, state_of, why_not_shared
+from lightning_gpuopt.tuning.sharing import ForkSnapshot, forks, has_init_fn, held_by, state_of, why_not_shared
 
 # settings with which a sampler is asked at other moments
-AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers")
+AHEAD: Final = ("num_workers", "prefetch_factor", "persistent_workers", "sample_parallel")
 
 
 class CannotChange(Exception):
@@ -43,6 +43,9 @@ class AskedChange:
 
     @property
     def adds(self) -> bool:
+        """Whether other workers are started beside those that run."""
+        if self.setting == "sample_parallel":
+            return bool(self.value)
         return self.setting == "num_workers" and 0 < self.loader.num_workers < self.value
 
 
@@ -75,6 +78,7 @@ def _own_state(asked: AskedChange) -> str | None:
 
 _TO_NONE: Final = "without workers, the training process would draw the workers' random numbers: training would change"
 _NO_WORKERS: Final = "there are no workers"
+ASKS_FOR_WORKER: Final = "its dataset asks get_worker_info(), so a sample may depend on which worker reads it"
 
 
 def _start_method(asked: AskedChange) -> str | None:
@@ -122,6 +126,21 @@ def _pinning(asked: AskedChange) -> str | None:
     return None if may_pin(asked.loader) else "pinning would change its batches' types, or no worker makes them"
 
 
+def _by_sample(asked: AskedChange) -> str | None:
+    loader, state = asked.loader, state_of(asked.loader)
+    if not asked.value:
+        return None
+    if (method := forks(loader)) is not None:
+        return f"its workers are started by {method!r}, which takes seconds"
+    if has_init_fn(loader):
+        return "its worker_init_fn may prepare each worker for samples of its own"
+    if state.asks_for_worker:
+        return ASKS_FOR_WORKER
+    if any(each.kind == "generator" for each in state.held):
+        return "its dataset holds a random generator, whose draws depend on which worker reads which sample"
+    return why_no_sample_tasks(loader)
+
+
 def _keeping(asked: AskedChange) -> str | None:
     if isinstance(asked.loader.dataset, IterableDataset):
         return "persistent workers would continue the stream they have read"
@@ -137,22 +156,23 @@ def _keeping(asked: AskedChange) -> str | None:
 
 
 RULES: Final = (
-    Rule("iterators of its own", ("num_workers", "persistent_workers"), _own_iterators),
+    Rule("iterators of its own", ("num_workers", "persistent_workers", "sample_parallel"), _own_iterators),
     Rule("state of its own", (*AHEAD, "pin_memory"), _own_state),
     Rule("to no workers", ("num_workers",), lambda asked: None if asked.value else _TO_NONE),
     Rule("no workers", AHEAD[1:], lambda asked: None if asked.loader.num_workers else _NO_WORKERS),
     Rule("start method", ("num_workers",), _start_method),
     Rule("sampler", AHEAD, _sampler),
-    Rule("held by the dataset", ("num_workers",), _held),
-    Rule("changes while training runs", ("num_workers",), _changed),
+    Rule("held by the dataset", ("num_workers", "sample_parallel"), _held),
+    Rule("changes while training runs", ("num_workers", "sample_parallel"), _changed),
+    Rule("samples as tasks", ("sample_parallel",), _by_sample),
     Rule("pinning", ("pin_memory",), _pinning),
     Rule("workers that live on", ("persistent_workers",), _keeping),
 )
 
 # rules that a trial in a worker process decides, and their settings: ``without_workers.py``, ``managed.py``
 BY_TRIAL: Final = {
-    "changes as it is read": ("num_workers", "persistent_workers"),
-    "random numbers": ("num_workers", "persistent_workers"),
+    "changes as it is read": ("num_workers", "persistent_workers", "sample_parallel"),
+    "random numbers": ("num_workers", "persistent_workers", "sample_parallel"),
 }
 
 

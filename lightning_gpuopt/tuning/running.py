@@ -22,6 +22,7 @@ from lightning_gpuopt.compat.dataloader import (
 )
 from lightning_gpuopt.compat.lightning_loops import length_of
 from lightning_gpuopt.loaders.registry import Create
+from lightning_gpuopt.loading.engine.engine import CannotServe
 from lightning_gpuopt.measurements.loader_model import most_workers, net_saving
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.telemetry.memory_watch import MemoryWatch
@@ -53,7 +54,7 @@ def _resizes(iterator: Any) -> bool:
 class LostWorkers:
     """Why a loader has fewer workers than were asked for."""
 
-    kind: Literal["dataset", "growth", "draws", "room", "order"]
+    kind: Literal["dataset", "growth", "draws", "room", "order", "samples"]
     why: str
 
 
@@ -210,7 +211,15 @@ class RunningLoader:
     def lost(self) -> LostWorkers | None:
         """The fate of added workers; for those added in mid-epoch, once."""
         iterator = self._iterator
-        if not isinstance(iterator, SegmentedIterator) or iterator.failure is None:
+        if not isinstance(iterator, SegmentedIterator):
+            return None
+        if iterator.samples_differ:
+            iterator.read_by_sample(False)
+            self.shared.why_by_batch = "its samples differ in shape or type"
+        if self.shared.why_by_batch is not None:
+            why, self.shared.why_by_batch = self.shared.why_by_batch, None
+            return LostWorkers("samples", why)
+        if iterator.failure is None:
             return None
         if iterator.fetches_here:
             return LostWorkers("dataset", iterator.failure)
@@ -336,6 +345,28 @@ class RunningLoader:
         if num_workers != self.policy.num_workers:
             self.policy.set(num_workers)
         self.look()
+
+    def read_by_sample(self, value: bool) -> bool:
+        """Have each sample be a task of the workers, or each batch: True if so now, False if with the next iterator.
+
+        Raises CannotServe: the samples cannot be tasks.
+        """
+        iterator, shared = self._iterator, self.shared
+        now = isinstance(iterator, SegmentedIterator) and self._why_not_now(self.loader.num_workers + value) is None
+        if not now:
+            shared.by_sample = value
+            return False
+        iterator.read_by_sample(value, overlap=self.loader.num_workers <= self.cap(beside=True).num_workers)
+        why, shared.why_by_batch = shared.why_by_batch, None
+        if why is not None:
+            raise CannotServe(why)
+        return bool(iterator.reads_by_sample == value)
+
+    @property
+    def reads_by_sample(self) -> bool:
+        """Whether each sample is a task of the workers that run."""
+        iterator = self._iterator
+        return isinstance(iterator, SegmentedIterator) and iterator.reads_by_sample
 
     def _may_grow(self, num_workers: int) -> bool:
         """Whether workers can be added, now or with the next iterator; else ``no_more`` says why not."""

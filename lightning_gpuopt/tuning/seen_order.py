@@ -19,30 +19,17 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
-from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
+from lightning_gpuopt.loading.sampler import DRAW_AT_ONCE, ElasticBatchSampler
 from lightning_gpuopt.objects.dataset_state import DatasetState
 from lightning_gpuopt.prefetch.randomness import RandomStates
 from lightning_gpuopt.utils.replaced_method import hide_us
 
-# samplers that draw from a random state when they are iterated, and not again for each index
-_DRAW_AT_ONCE: Final = (
-    SequentialSampler,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-    DistributedSampler,
-    ElasticSampler,
-)
 # what their iterators run: a sampler of the user's may give one of these
-_CODES: Final = frozenset(each.__iter__.__code__ for each in _DRAW_AT_ONCE if inspect.isfunction(each.__iter__))
+_CODES: Final = frozenset(each.__iter__.__code__ for each in DRAW_AT_ONCE if inspect.isfunction(each.__iter__))
 # iterators of what is there as a whole when the iteration begins
 _LISTS: Final = tuple(map(type, (iter([]), iter(()), iter(range(1)), iter(range(1 << 65)), iter(array("l")))))
 _WRITABLE: Final = (list, array, np.ndarray)
@@ -264,7 +251,7 @@ def _inner_sampler(loader: DataLoader[Any]) -> Any:
 def _is_known(sampler: Any) -> bool:
     if type(sampler).__module__.startswith("torchdata."):
         return True
-    return _iterates_as(sampler, _DRAW_AT_ONCE) or type(sampler) in (tuple, range, *_WRITABLE)
+    return _iterates_as(sampler, DRAW_AT_ONCE) or type(sampler) in (tuple, range, *_WRITABLE)
 
 
 def _iterates_as(sampler: Any, kinds: tuple[type, ...]) -> bool:

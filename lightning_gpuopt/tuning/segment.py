@@ -48,6 +48,10 @@ class Segment:
     first: int = 0
 
     @property
+    def reads_by_sample(self) -> bool:
+        return self.rest.most_samples is not None
+
+    @property
     def is_over(self) -> bool:
         """Whether all requested batches have come, and it requests no more."""
         return self.rest.stopped and not self.rest.given
@@ -97,11 +101,15 @@ class Segment:
         except RuntimeError:  # no more threads
             _finish(holder)
 
-    def may_go_on(self, loader: DataLoader[Any]) -> bool:
-        """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead."""
+    def may_go_on(self, loader: DataLoader[Any], *, by_sample: bool) -> bool:
+        """Whether its workers live, persist, and are as many as a loader should have, with as many batches ahead.
+
+        ``by_sample``: each sample should be a task of theirs.
+        """
         mine, wanted = self.loader, (loader.num_workers, loader.prefetch_factor or 2, loader.pin_memory)
         return (
             mine.persistent_workers
+            and self.reads_by_sample == by_sample
             and (mine.num_workers, mine.prefetch_factor, mine.pin_memory) == wanted
             and all(each.is_alive() for each in workers_of(self.batches))
         )

@@ -25,6 +25,11 @@ from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_gpuopt.compat.dataloader import WorkersIterator, copy_of, number_from, shut_down, workers_of
+from lightning_gpuopt.loading.elastic_loader import sample_tasks
+from lightning_gpuopt.loading.engine.engine import CannotServe
+from lightning_gpuopt.loading.engine.iterator import EngineIterator
+from lightning_gpuopt.loading.order import mix
+from lightning_gpuopt.loading.sampler import Later, most_samples
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
 from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
@@ -51,6 +56,8 @@ class Segments:
     draws: DrawWatch = field(default_factory=DrawWatch)
     keeps: bool = False
     kept: Segment | None = None
+    by_sample: bool = False  # from the next segment on each sample is a task of the workers, not each batch
+    why_by_batch: str | None = None  # why that has ended by itself
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> Segments:
@@ -93,19 +100,23 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         self.started: tuple[float, int] | None = None  # seconds that starting the last ones took, and their number
         self.begins_anew = False  # workers that persist give way to others as the next epoch begins
         self._segments: deque[Segment] = deque()
-        self._count = 0
+        self._count = self._epochs = 0
         self._seed = _next_seed(loader.generator)
         self._wanted: int | None = None
         self._kept, self.shared.kept = self.shared.kept, None
-        if self._kept is not None and not (self.shared.keeps and self._kept.may_go_on(loader)):
+        anew = self._kept is not None and not self._kept.may_go_on(loader, by_sample=self.shared.by_sample)
+        if self._kept is not None and (anew or not self.shared.keeps):
             self._kept.end()
             self._kept = None
         self._begin_epoch(loader)
         if not own_workers:
             self._begin(0, loader.generator, begins=True)
             self._wanted = loader.num_workers or None
-        elif self._kept is None:
+        elif self._kept is None and not self.shared.by_sample:
             self._begin(loader.num_workers, loader.generator, begins=True)
+        elif self._kept is None:
+            self._draw_as_new(loader)
+            self._begin_or_own(loader.num_workers)
         else:
             self._draw_as_new(loader)
             self._go_on()
@@ -119,7 +130,8 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         order = self.shared.order
         ahead = order.why_not_ahead(loader) is None
         may = lambda: order.bound is None and (ahead or order.is_list)  # noqa: E731
-        self._indices = EpochIndices(order.watched(loader), self._depth, may)
+        self._epochs += 1
+        self._indices = EpochIndices(order.watched(loader), self._depth, may, mix(self._seed, self._epochs) >> 1)
 
     def _draw_as_new(self, loader: DataLoader[Any]) -> None:
         """Draw what a new iterator with workers draws: it iterates its sampler, draws a seed, and iterates it again."""
@@ -299,18 +311,47 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             return self.num_workers
         if not self._own_workers and not self._has_begun:
             self._wanted = num_workers
-        elif overlap:
-            self._begin_next(num_workers)
         else:
-            for each in self._segments:
-                each.drain()
-            self.shared.kept = None
-            self._begin_or_own(num_workers)
+            self._begin_other(num_workers, overlap=overlap)
         return self.num_workers
+
+    def _begin_other(self, workers: int, *, overlap: bool) -> None:
+        if overlap:
+            self._begin_next(workers)
+            return
+        for each in self._segments:
+            each.drain()
+        self.shared.kept = None
+        self._begin_or_own(workers)
+
+    def read_by_sample(self, value: bool, *, overlap: bool = True) -> None:
+        """Have each sample be a task of the workers, or each batch, as torch has it; ``overlap`` as in :meth:`resize`.
+
+        From now on, or from the next epoch on; ``Segments.why_by_batch`` says why not, if that cannot be.
+        """
+        self.shared.by_sample = value
+        if self.reads_by_sample == value:
+            return
+        if self._indices.left == 0:
+            self.begins_anew = True
+        else:
+            self._begin_other(self.num_workers, overlap=overlap)
+
+    @property
+    def reads_by_sample(self) -> bool:
+        return self._segments[-1].reads_by_sample
+
+    @property
+    def samples_differ(self) -> bool:
+        """Whether many batches of single samples have to be put together in the training process."""
+        return bool(getattr(self._segments[-1].batches, "torch_is_faster", False))
 
     def _begin_or_own(self, workers: int) -> None:
         """Start workers if none run; the user's own number if the system allows no more."""
         try:
+            self._begin(workers, self._new_generator())
+        except (CannotServe, Later) as reason:  # or what is left may not be drawn yet
+            self._by_batch(str(reason) or "it would have read the sampler too far ahead")
             self._begin(workers, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
             log.warning("workers of the DataLoader could not be started: %s", error)
@@ -322,6 +363,13 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         before.rest.stopped = True
         try:
             self._begin(workers, self._new_generator())
+        except Later:  # the rest is in flight
+            before.rest.stopped, self.begins_anew = False, True
+        except CannotServe as reason:
+            self._by_batch(str(reason))
+            before.rest.stopped = False
+            if not before.rest.given:
+                self._begin(workers, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
             log.warning("workers of the DataLoader could not be started: %s", error)
             before.rest.stopped = False
@@ -342,31 +390,50 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._segments[-1].rest.stopped = False
             self._give_up(f"no worker could be started: {error}")
 
+    def _by_batch(self, why: str) -> None:
+        """Batches are the tasks of workers again, as torch has it."""
+        self.shared.by_sample, self.shared.why_by_batch = False, why
+
     def _goes_on_after(self, segment: Segment, error: Exception) -> bool:
-        """Go back to the user's own number of workers if an added one died."""
+        """Go back to the user's own number of workers if an added one died, or samples cannot be tasks after all."""
+        if isinstance(error, CannotServe):
+            self._begin_again(self.num_workers)
+            self._by_batch(str(error))
+            return True
         died = [each for each in self._segments if not all(one.is_alive() for one in workers_of(each.batches))]
         died = died or [segment]  # it was drained
         workers = min(each.loader.num_workers for each in died)
-        if not str(error).startswith(_DIED) or workers <= self._own_workers or self._loader() is None:
+        as_given = workers <= self._own_workers and not any(each.reads_by_sample for each in died)
+        if not str(error).startswith(_DIED) or as_given or self._loader() is None:
             return False
         if not getattr(segment.loader, "in_order", True):  # which batches have come is not known
             return False
         if self._own_workers and self.changed(None):
             return False
-        log.warning("%s; num_workers was %d and is %d from now on", error, workers, self._own_workers)
+        if workers <= self._own_workers:
+            log.warning("%s; from now on each batch is made by one worker", str(error))
+            self._by_batch(f"a worker died: {error}")
+            self._begin_again(workers)
+            return True
+        log.warning("%s; num_workers was %d and is %d from now on", str(error), workers, self._own_workers)
         self._go_back(f"a worker died: {error}")
         return True
 
     def _go_back(self, why: str) -> None:
         """Have the user's own number of workers make the batches requested from others."""
+        self._begin_again(self._own_workers)
+        self._give_up(why)
+
+    def _begin_again(self, workers: int) -> None:
+        """Have other workers make the batches that were requested, each batch by one."""
         asked = [index for each in self._segments for index in each.rest.given]
         while self._segments:
             self._segments[0].rest.stopped = True
             self._segments.popleft().end()
         self._wanted = self.shared.kept = None
+        self.shared.by_sample = False
         self._indices.give_back(asked)
-        self._begin(self._own_workers, self._new_generator())
-        self._give_up(why)
+        self._begin(workers, self._new_generator())
 
     def _give_up(self, why: str) -> None:
         self.failure = why
@@ -383,14 +450,17 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         loader = self._loader()
         if loader is None:
             raise RuntimeError("the DataLoader was deleted, so it cannot start other workers")
-        rest = RestOfEpoch(self._indices, begins=begins)
+        most = most_samples(loader.batch_sampler) if self.shared.by_sample and workers else None
+        rest = RestOfEpoch(self._indices, begins=begins, most_samples=most)
         running = [(each.first, each.loader.num_workers) for each in self._segments if not each.is_over]
         first = 0 if all(workers <= number for number, _ in running) else max(map(sum, running))
         twins: list[DataLoader[Any]] = []
 
         def make() -> Any:
             twins.append(self._copy(loader, rest, workers, generator, first))
-            batches = iter(twins[-1])
+            batches = iter(twins[-1]) if most is None else EngineIterator(twins[-1])
+            if most is not None and twins[-1].persistent_workers:
+                twins[-1]._iterator = batches
             number_from(batches, first)
             return batches
 
@@ -426,6 +496,8 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             changed["collate_fn"] = self.shared.draws.around(loader.collate_fn)
         if first:
             changed["worker_init_fn"] = NumberedWorkers(loader.worker_init_fn, first)
+        if rest.most_samples is not None:
+            changed.update(sample_tasks(loader))
         return copy_of(loader, **changed)
 
     def _go_on(self) -> None:

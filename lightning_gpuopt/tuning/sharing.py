@@ -71,7 +71,7 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[UnshareableObject], *
                 f"its dataset holds {each}, which forked processes would share, so they would read at each other's "
                 "position. Open it in the worker, when the first sample is read"
             )
-        if each.kind == "generator" and workers < 2 and not _seeds_workers(loader):
+        if each.kind == "generator" and workers < 2 and not has_init_fn(loader):
             return (
                 f"its dataset holds a random generator, {each}: workers would have copies that draw the same numbers. "
                 "Draw from torch's, numpy's or Python's global state, or seed it in worker_init_fn"
@@ -79,8 +79,8 @@ def why_not_shared(loader: DataLoader[Any], held: Sequence[UnshareableObject], *
     return None
 
 
-def _seeds_workers(loader: DataLoader[Any]) -> bool:
-    """Whether the user's own ``worker_init_fn`` may seed what the dataset holds; Lightning's does not."""
+def has_init_fn(loader: DataLoader[Any]) -> bool:
+    """Whether there is a ``worker_init_fn`` of the user's, which may change the dataset; Lightning's does not."""
     function: Any = loader.worker_init_fn
     function = getattr(function, "func", function)
     return function is not None and getattr(function, "__name__", "") != "pl_worker_init_function"

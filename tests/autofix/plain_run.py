@@ -16,6 +16,7 @@ from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.loading import LoaderFacts, WorkerTimes
 from lightning_gpuopt.measurements.phases import PHASES, PhaseTimes
 from lightning_gpuopt.tuning.rules import CannotChange
+from lightning_gpuopt.tuning.running import LostWorkers
 
 GAIN = (1.5, 2.0, 2.5)
 SLOW, FAST = 0.5, 0.25
@@ -52,13 +53,13 @@ class PlainLoader:
         self.undone: list[dict[str, Any]] = []
         self.log: list[tuple[Any, ...]] = []
 
-    def step_done(self) -> str | None:
+    def step_done(self) -> LostWorkers | None:
         """The next problem; with it there are as few workers as ``lost`` says."""
         problem = self.problems.popleft() if self.problems else None
         if problem is not None and self.lost is not None:
             settings, self.lost = self.lost, None
             settings[0].values["num_workers"] = settings[1]
-        return problem
+        return None if problem is None else LostWorkers("growth", problem)
 
     def aim(self, key: str) -> bool:
         first, self.key = self.key is None, self.key or key
@@ -143,7 +144,7 @@ class PlainRun:
         values: dict[str, Any],
         *,
         waiting: Sequence[str] = (),
-        fixes: Sequence[Any] = FIXES,
+        fixes: Sequence[Any] = tuple(fix for fix in FIXES if fix != "sample_parallel"),
         rank: int = 0,
         run_length: RunLength = LONG,
         facts: LoaderFacts | None = None,

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
 from lightning_gpuopt.tuning.managed import ManagedLoader
 from lightning_gpuopt.tuning.rules import CannotChange
-from lightning_gpuopt.tuning.running import RunningLoader
+from lightning_gpuopt.tuning.running import LostWorkers, RunningLoader
 from lightning_gpuopt.tuning.worker_limits import Cap
 from tests.callbacks.auto_fix_runs import Numbers, loader
 from tests.tuning.datasets import Stream
@@ -266,7 +266,7 @@ class TestRunningWorkers:
         assert rig.adjustable.step_done() is None
         monkeypatch.setattr(RunningLoader, "no_longer_fits", lambda self: Cap(2, "memory"))
         said = rig.adjustable.step_done()
-        assert said == "there is no longer room for more workers, limited by memory"
+        assert said == LostWorkers("room", "there is no longer room for more workers, limited by memory")
         assert rig.loaders[0].num_workers == 2
 
     @pytest.mark.parametrize(("method", "slowly"), [("fork", False), ("spawn", True)])

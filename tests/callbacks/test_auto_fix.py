@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -136,7 +137,7 @@ class TestWorkersThatLiveOn:
 class TestOtherSettings:
     def test_batches_ahead_come_with_the_next_epoch(self, tmp_path):
         found = finding("head_of_line", prefetch_factor=5)
-        run = Run(tmp_path, script([found], before=12), loader())
+        run = Run(tmp_path, script([found], before=12), loader(), fixes=["prefetch_factor"])
         assert run.changes == [("prefetch_factor", 2, 5, True)]
         assert run.loader.prefetch_factor == 5
         assert run.same_as_without(loader)
@@ -147,6 +148,105 @@ class TestOtherSettings:
         pins = type(pin_memory(("",))) is tuple  # torch 2.4 makes a list of it
         assert run.changes == [("pin_memory", False, True, True if pins else None)]
         assert run.loader.pin_memory is pins
+
+
+class Asks(Numbers):
+    """A dataset that wants to know which worker reads; this line is not what asks."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert getattr(torch.utils.data, "get_worker" + "_info")().id >= 0
+        return super().__getitem__(index)
+
+
+class TestSamplesAsTasks:
+    WHY = "not predicted: only a trial shows what it brings"
+
+    @pytest.mark.parametrize("cause", ["head_of_line", "worker_transfer", "pin_memory"])
+    def test_they_are_at_once_and_stay_where_it_is_proved(self, tmp_path, cause):
+        run = Run(tmp_path, script([finding(cause)]), loader())
+        assert run.changes == [("sample_parallel", False, True, True)]
+        assert run.why == [self.WHY]
+        pids = [tuple(each) for each in run.workers.pids]
+        assert len(set(pids[:8])) == 1
+        assert not set(pids[0]) & set(pids[-1])
+        assert run.same_as_without(loader)
+        assert run.left == []
+        assert "SampleLoader(...)" in render_html(run.detector.report)
+
+    @pytest.mark.parametrize("persistent", [False, True])
+    def test_workers_make_batches_again_where_it_is_not(self, tmp_path, persistent):
+        def make() -> DataLoader[Any]:
+            return loader(persistent_workers=persistent)
+
+        made = make()
+        run = Run(tmp_path, script([finding("head_of_line")], 0.0099), made)
+        assert run.changes == [("sample_parallel", False, True, False)]
+        assert run.why == ["no gain beyond noise"]
+        assert run.same_as_without(make)
+        made._iterator = None
+
+    def test_more_workers_come_beside_them(self, tmp_path):
+        windows = [*[(SLOW, [finding("head_of_line")])] * 5, *[(FAST, [finding(num_workers=2)])] * 7, (FAST / 2, [])]
+        run = Run(tmp_path, Script(windows), loader())
+        assert run.changes == [("sample_parallel", False, True, True), ("num_workers", 1, 2, True)]
+        assert len(run.workers.pids[-1]) == 2
+        assert run.same_as_without(loader)
+
+    def test_first_workers_share_out_samples_as_well(self, tmp_path):
+        first = [(SLOW, [finding("main_process_loading", num_workers=2)])] * 11
+        then = [(FAST, [finding("head_of_line")])] * 7
+        run = Run(tmp_path, Script([*first, *then, (FAST / 2, [])]), slower(), max_epochs=4)
+        assert run.changes == [("num_workers", 0, 2, True), ("sample_parallel", False, True, True)]
+        assert run.same_as_without(slower, max_epochs=4)
+        assert run.left == []
+
+    @pytest.mark.parametrize("draws", ["torch", "numpy", "random"])
+    def test_where_samples_are_drawn_it_is_said_and_exact_refuses(self, tmp_path, draws):
+        made = loader(Numbers(draws=draws))
+        run = Run(tmp_path, script([finding("head_of_line")]), made)
+        assert run.changes == [("sample_parallel", False, True, True)]
+        assert "depend on the epoch and the position in it" in run.why[0]
+        run = Run(tmp_path, script([finding("head_of_line")]), loader(Numbers(draws=draws)), exact=True)
+        assert run.changes == [("sample_parallel", False, True, None)]
+        assert run.why == ["its workers draw random numbers (exact=True)"]
+
+    @pytest.mark.parametrize(
+        ("given", "why"),
+        [
+            ({"collate_fn": torch.stack}, "its collate_fn is not torch's default_collate"),
+            ({"worker_init_fn": abs}, "its worker_init_fn may prepare each worker for samples of its own"),
+            ({"dataset": Asks()}, "its dataset asks get_worker_info()"),
+            ({"multiprocessing_context": "spawn"}, "its workers are started by 'spawn', which takes seconds"),
+        ],
+        ids=["collate_fn", "worker_init_fn", "get_worker_info", "spawn"],
+    )
+    def test_what_forbids_it_is_said_in_a_line(self, tmp_path, given, why):
+        run = Run(tmp_path, script([finding("head_of_line")]), loader(**given), max_epochs=1)
+        assert run.changes == [("sample_parallel", False, True, None)]
+        assert why in run.why[0]
+
+    def test_samples_that_differ_are_given_back(self, tmp_path):
+        class Odd(Numbers):
+            def __getitem__(self, index: int) -> Any:
+                return super().__getitem__(index), "long" * (2000 if index % 3 else 1)
+
+        def only_numbers(batch: Any, batch_idx: int) -> Any:
+            return Model.training_step(model, batch[0], batch_idx)
+
+        model = Model()
+        model.training_step = only_numbers  # type: ignore[method-assign]
+        found = script([finding("head_of_line")], FAST)
+        autofix = AutoFix()
+        tiny_trainer(tmp_path, callbacks=[autofix, found], max_steps=-1, max_epochs=3).fit(
+            model, loader(Odd(), shuffle=False)
+        )
+        [change] = autofix.changes
+        assert (change.setting, change.kept, change.why) == (
+            "sample_parallel",
+            False,
+            "its samples differ in shape or type",
+        )
+        assert model.seen == [float(number) for number in range(40)] * 3
 
 
 class TestOrderAndSamplesStay:
@@ -276,7 +376,7 @@ class TestWhenThingsGoWrong:
 def test_the_report_tells_what_was_tried(tmp_path):
     both = [finding(num_workers=2), finding("head_of_line", prefetch_factor=4)]
     detector = Script([(SLOW, both)] * 5 + [(FAST, both[1:])], report_dir=tmp_path)
-    run = Run(tmp_path, detector, loader())
+    run = Run(tmp_path, detector, loader(), fixes=["num_workers", "prefetch_factor"])
     report = StallReport.from_json((tmp_path / "report.json").read_text())
     assert report.changes == run.autofix.changes
     first = json.loads((tmp_path / "report.json").read_text())["changes"][0]

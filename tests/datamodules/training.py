@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
+from lightning_gpuopt.datamodules.sample_loader import SampleLoader
 from lightning_gpuopt.storage.writer import LMDBWriter
 from tests.helpers import safely, tiny_trainer
 
@@ -133,14 +135,14 @@ def run(
     resume: Path | None = None,
     ask_for_steps: bool = False,
     module_kwargs: dict[str, Any] | None = None,
+    make: Callable[..., Any] | None = None,
     **trainer_kwargs: Any,
 ) -> Notes:
-    """Train for `EPOCHS` epochs, or until `save` ends it."""
+    """Train for `EPOCHS` epochs, or until `save` ends it; `make` makes other data than an `LMDBDataModule`'s."""
     torch.manual_seed(0)
     model = Notes(ask_for_steps)
-    datamodule = LMDBDataModule(
-        data, val=data, batch_size=batch_size, num_workers=num_workers, seed=5, **(module_kwargs or {})
-    )
+    given = {"batch_size": batch_size, "num_workers": num_workers, "seed": 5, **(module_kwargs or {})}
+    datamodule: Any = LMDBDataModule(data, val=data, **given) if make is None else make(**given)
     trainer = tiny_trainer(
         work,
         **{
@@ -153,7 +155,8 @@ def run(
         },
     )
     with contextlib.suppress(Interrupted):
-        trainer.fit(model, datamodule, ckpt_path=resume, **safely(resume))
+        val = None if make is None else DataLoader(Numbers(), batch_size)
+        trainer.fit(model, datamodule, val, ckpt_path=resume, **safely(resume))
     return model
 
 
@@ -192,3 +195,25 @@ def steps_of_a_rank(
 
 
 rank = partial(steps_of_a_rank, run)
+
+
+class Numbers(Dataset[Any]):
+    """Samples as of `build`."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.tensor([index / 64]), index
+
+
+def sample_loader(**given: Any) -> SampleLoader:
+    return SampleLoader(Numbers(), **{"shuffle": True, **given})
+
+
+def run_loader(data: Path, work: Path, **given: Any) -> Notes:
+    """As `run`, with a `SampleLoader`."""
+    return run(data, work, make=sample_loader, **given)
+
+
+rank_of_loader = partial(steps_of_a_rank, run_loader)

@@ -329,8 +329,9 @@ def _prediction(measurement: Measurement, settings: dict[str, Any]) -> Interval 
 
 def _advice(cause: str, measurement: Measurement, settings: dict[str, Any], storage: str) -> str:
     parts = [*_threads(cause, measurement, settings), _remedy(cause, measurement, settings)]
-    if cause == "head_of_line" and measurement.source.datamodule:
-        parts.append(CAUSES[cause].cases["datamodule"].format(datamodule=measurement.source.datamodule))
+    source = measurement.source
+    if cause == "head_of_line" and source.may_be_sample_parallel and not source.sample_parallel:
+        parts.append(CAUSES[cause].cases["samples"])
     if settings.get("num_workers"):
         parts.append("NumWorkersFinder() finds and sets the number while training runs.")
     if storage and not (cause == "slow_storage" and memory_is_short(measurement)):

@@ -163,8 +163,8 @@ _ALL: Final = (
         group="loader",
         in_user_code=True,
         cases={
-            "datamodule": "{datamodule} loads this dataset sample by sample: a slow sample then delays only its own "
-            "batch, and the order stays the same.",
+            "samples": "SampleLoader(...) in place of DataLoader(...) loads sample by sample: a slow one then delays "
+            "only its own batch, and the order stays the same.",
         },
     ),
     Cause(

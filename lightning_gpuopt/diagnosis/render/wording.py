@@ -181,8 +181,9 @@ def outcome_heading(changes: Sequence[Change]) -> str:
 def kept_code(changes: Sequence[Change]) -> list[str]:
     """The kept changes as code to paste: the last value of each setting."""
     kept = {each.setting: each.to for each in changes if each.kept}
-    ahead = kept.pop("device_prefetch", None)
-    lines = [f"DataLoader(..., {arguments(kept)})"] if kept else []
+    ahead, by_sample = kept.pop("device_prefetch", None), kept.pop("sample_parallel", None)
+    name = "SampleLoader" if by_sample else "DataLoader"
+    lines = [f"{name}({', '.join(filter(None, ('...', arguments(kept))))})"] if kept or by_sample else []
     return lines + (["Trainer(..., callbacks=[CudaPrefetcher()])"] if ahead else [])
 
 

@@ -22,6 +22,7 @@ from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs, LookAhead
 from lightning_gpuopt.loading.engine.layout import Layout
 from lightning_gpuopt.loading.engine.pool import LoaderPool
 from lightning_gpuopt.loading.engine.shared_blocks import PLACED, SKIPPED, BlockRing, Control, SharedFile
+from lightning_gpuopt.loading.sampler import most_samples
 from lightning_gpuopt.loading.samples import Skipped, none_of
 from lightning_gpuopt.telemetry.resources import available_memory
 
@@ -40,7 +41,7 @@ _LEAST_SLOTS: Final = 256
 _MOST_SLOTS: Final = 1 << 16
 _MOST_ROWS: Final = (1 << 16) - 1  # of a ticket, whose slot and rows have two bytes each
 _LOOK_EVERY: Final = 8
-# batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this
+# batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this, if nobody says how much
 _LOOKED_AHEAD_BYTES: Final = 1 << 30
 _HELD: Final = 4  # batches of so many times as many as are made ahead are worth a word
 _JOIN_S: Final = 5.0  # what torch's workers have to end, too
@@ -73,9 +74,8 @@ class Engine:
         self._prefetch_factor = loader.prefetch_factor
         # There are slots for processes that are added later, too.
         self._slots = min(_MOST_SLOTS, max(_LEAST_SLOTS, self._prefetch_factor * (loader.num_workers + _ADDED)))
-        self.ahead = self._fitting = self._slots  # batches that are made ahead at least
-        # The last batch of a rank may be larger by one.
-        self._size = max(loader.batch_sampler.batch_size + 1, len(first))
+        self.ahead = self.far = self._fitting = self._slots  # batches that are made ahead: at least, and now
+        self._size = max(most_samples(loader.batch_sampler) or 0, len(first))
         self._control = Control(self._slots, self._size, loader.num_workers * self._most_threads + _ADDED)
         blocks = SharedFile.in_memory("memory")
         self.pool = LoaderPool(loader, self._control, blocks, base_seed, self._most_threads)
@@ -114,8 +114,9 @@ class Engine:
         self._ring = BlockRing(blocks, layout.starts(self._size)[1])
         self._ring.is_copied_here = self._pins
         self._ring.registers = self._pins and loader.pins_in_place
-        self._fitting = max(2, int(_PART_OF_MEMORY * available_memory() // self._ring.num_bytes))
-        self._bridging = max(2, _LOOKED_AHEAD_BYTES // self._ring.num_bytes)
+        room, most = int(_PART_OF_MEMORY * available_memory()), loader.max_ahead_bytes
+        self._fitting = max(2, min(room, most or room) // self._ring.num_bytes)
+        self._bridging = max(2, (most or _LOOKED_AHEAD_BYTES) // self._ring.num_bytes)
         self._set_ahead(processes)
         self._rows = self._least_rows
         self._ring.take()  # the first batch's
@@ -132,9 +133,9 @@ class Engine:
     def _look_ahead(self, batches: int) -> None:
         """Make so many batches ahead, as far as memory allows, and ``prefetch_factor`` of each process at least."""
         assert self._ring is not None
-        self._far = max(self.ahead, min(batches, self._bridging, self._fitting, self._slots))
-        self._least_rows = max(1, -(-self._far * self._size // self.pool.capacity))
-        self._ring.spare = self._far + 2
+        self.far = max(self.ahead, min(batches, self._bridging, self._fitting, self._slots))
+        self._least_rows = max(1, -(-self.far * self._size // self.pool.capacity))
+        self._ring.spare = self.far + 2
         self._ring.most = max(self._ring.most, _HELD * self._ring.spare)
 
     # -- what the training thread calls
@@ -212,7 +213,7 @@ class Engine:
         assert ring is not None
         end: Exception | None = None
         while self._commands.empty():
-            while end is None and pool.asked - self.taken < self._far:
+            while end is None and pool.asked - self.taken < self.far:
                 try:
                     of_batch = next(indices)
                     self._open(pool.asked, of_batch, ring.take())

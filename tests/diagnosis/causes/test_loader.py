@@ -79,14 +79,14 @@ def test_the_bottleneck_is_named(timed: WorkerTimes, queues: Any, activity: Any,
     assert find(timed, queues=queues, host=activity).cause == cause
 
 
-@pytest.mark.parametrize("datamodule", ["ImageFolderDataModule", "LMDBDataModule", None])
-def test_a_late_batch_is_told_who_would_read_sample_by_sample(datamodule: str | None) -> None:
-    source = LoaderDescription("torch", datamodule=datamodule)
+@pytest.mark.parametrize(("may_be", "is_there"), [(True, False), (True, True), (False, False)])
+def test_a_late_batch_is_told_who_would_read_sample_by_sample(may_be: bool, is_there: bool) -> None:
+    source = LoaderDescription("torch", may_be_sample_parallel=may_be, sample_parallel=is_there)
     late = workers(data_s=0.04, cpu=0.5, unevenness=4.0)
     finding = find(late, queues=LATE, host=host(0.1), source=source)
     assert finding.cause == "head_of_line"
-    text = f"{datamodule} loads this dataset sample by sample: a slow sample then delays only its own batch"
-    assert (text in finding.advice) == (datamodule is not None)
+    text = "SampleLoader(...) in place of DataLoader(...) loads sample by sample: a slow one then delays only its own"
+    assert (text in finding.advice) == (may_be and not is_there)
 
 
 @pytest.mark.parametrize(("worker_cpu", "others"), [(0.1, "7.3"), (0.5, "6.5"), (1.0, "5.5")])
