@@ -125,10 +125,8 @@ class SampleLoader(ElasticLoader):
             **{**others, "persistent_workers": number > 0 and others.get("persistent_workers", True)},
         )
         self.cpus = number if unasked else 0
-        self._before, self._resumes = (
-            0,
-            False,
-        )  # batches of a resumed epoch in an order of the user's; it is the next one
+        self._before = 0  # batches that a resumed epoch had before, in an order of the user's
+        self._resumes = False  # whether the next epoch is that one
         self._running: weakref.ref[Any] | None = None
         held = held_by(self) if number and getattr(self._reading.source, "seeds", True) else []
         self.keeps_readers = any(each.kind == "generator" for each in held)
