@@ -187,7 +187,7 @@ def test_so_many_batches_are_made_ahead_as_a_slow_sample_takes() -> None:
     iterator, engine = engine_of(loader_of(Made(slow_now_and_then, 400), 4, batch_size=4))
     assert sum(len(batch) for batch in iterator) == 400
     # four processes make a batch in 6.9 ms; `prefetch_factor` alone is 8
-    assert 11 <= engine._far <= 20
+    assert 11 <= engine.far <= 20
 
 
 def test_the_memory_is_bounded_and_a_full_ring_waits(tmp_path: Path) -> None:
