@@ -6,8 +6,9 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
@@ -26,11 +27,13 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.datamodules.auto_workers import auto_workers
 from lightning_gpuopt.loading.elastic_loader import MAX_AHEAD_BYTES, ElasticLoader, Reading, timed_as
 from lightning_gpuopt.loading.order import Order
-from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, RestOfBatches
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, epoch_of_rank
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.tuning.sharing import held_by
 from lightning_gpuopt.utils.arguments import choice, flag, or_auto, refuse, whole_number
+
+_OF_WORKERS: Final = ("prefetch_factor", "timeout", "multiprocessing_context")  # no arguments without workers
 
 
 class SampleLoader(ElasticLoader):
@@ -114,6 +117,7 @@ class SampleLoader(ElasticLoader):
         number = max(1, int(usable_cpus() / _local_ranks())) if workers == "auto" else int(workers)
         if unasked and is_ours and self._reading.without_processes(batches):
             number = 0
+            others = {name: value for name, value in others.items() if name not in _OF_WORKERS}
         if pin_memory == "auto":
             pin_memory = torch.cuda.is_available()
         super().__init__(
@@ -127,7 +131,7 @@ class SampleLoader(ElasticLoader):
         self.cpus = number if unasked else 0
         self._before = 0  # batches that a resumed epoch had before, in an order of the user's
         self._resumes = False  # whether the next epoch is that one
-        self._running: weakref.ref[Any] | None = None
+        self._running: Callable[[], Any] | None = None
         held = held_by(self) if number and getattr(self._reading.source, "seeds", True) else []
         self.keeps_readers = any(each.kind == "generator" for each in held)
         if unasked and number:
@@ -137,7 +141,7 @@ class SampleLoader(ElasticLoader):
             if fitting < number:
                 self.num_workers = self.cpus = fitting
             if not fitting:
-                self.prefetch_factor, vars(self)["persistent_workers"] = None, False
+                self.prefetch_factor, self.timeout, vars(self)["persistent_workers"] = None, 0, False
         if not self.num_workers and is_ours and hasattr(self._reading.source, "announce"):
             batches.announce = self._reading.source.announce
 
@@ -146,8 +150,8 @@ class SampleLoader(ElasticLoader):
         """A copy over the dataset as it is read; this one shows the user's own dataset and ``collate_fn``."""
         source, collate_fn = self._reading
         changed: dict[str, Any] = {"dataset": source, "collate_fn": timed_as(self.collate_fn, collate_fn)}
-        if self._before:
-            changed["batch_sampler"] = RestOfBatches(self.batch_sampler, self._before)
+        if self._sampler is None:
+            changed["batch_sampler"] = PlacedBatches(self.batch_sampler, partial(_place, weakref.ref(self)))
         return copy_of(self, **changed)  # type: ignore[return-value]
 
     @override
@@ -178,7 +182,7 @@ class SampleLoader(ElasticLoader):
             )
         self._before, self._resumes = self._before if self._resumes else 0, False
         iterator = super().__iter__()
-        self._running = weakref.ref(iterator)
+        self._running = weakref.ref(iterator) if self.num_workers else lambda: iterator  # one that holds no process
         return iterator
 
     @override
@@ -230,7 +234,8 @@ class SampleLoader(ElasticLoader):
             )
         self._running, epoch, batches = None, int(state_dict["epoch"]), int(state_dict["batches"])
         if (sampler := self._sampler) is None:
-            self.epochs, self._before, self._resumes = epoch - 1, batches, True
+            is_over = batches >= len(self)
+            self.epochs, self._before, self._resumes = (epoch, 0, False) if is_over else (epoch - 1, batches, True)
             return
         consumed = min(int(state_dict.get("consumed", 0)), sampler.order.num_samples)
         sampler.resume(epoch, consumed, batches)
@@ -262,6 +267,12 @@ class _ResumedRun:
             if sampler.epoch != self.resumed:
                 leave_finished_epoch(trainer)
             set_train_batches(trainer, num_batches)
+
+
+def _place(loader: weakref.ref[SampleLoader]) -> tuple[int, int]:
+    """The epoch that a loader begins, as random numbers depend on it, and how many batches of it were taken before."""
+    it = loader()
+    return (0, 0) if it is None else (epoch_of_rank(max(it.epochs, 0)), it._before)
 
 
 def _local_ranks() -> int:

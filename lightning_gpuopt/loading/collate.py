@@ -125,5 +125,13 @@ def _like(tensor: Any, other: torch.Tensor) -> bool:
     return is_plain(tensor) and bool(tensor.dtype == other.dtype and tensor.shape == other.shape)
 
 
+_TORCHS: Final = dict(default_collate_fn_map)
+
+
+def is_as_imported() -> bool:
+    """Whether ``default_collate`` makes batches as it did when this was imported: a program may register its own."""
+    return dict(default_collate_fn_map) == _TORCHS
+
+
 _CHANNELS_LAST: dict[Any, Any] = {**default_collate_fn_map, torch.Tensor: partial(_stack, channels_last=True)}
 _CONTIGUOUS: dict[Any, Any] = {**default_collate_fn_map, torch.Tensor: partial(_stack, channels_last=False)}

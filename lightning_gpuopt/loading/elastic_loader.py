@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_gpuopt.compat.dataloader import copy_of, pin_batch
-from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
+from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is, is_as_imported
 from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
 from lightning_gpuopt.loading.engine.engine import CannotServe
 from lightning_gpuopt.loading.engine.iterator import EngineIterator, why_not_served
@@ -177,6 +177,8 @@ def why_no_sample_tasks(loader: DataLoader[Any]) -> str | None:
         collate_fn = collate_fn.collate_fn
     if collate_fn is not default_collate:
         return "its collate_fn is not torch's default_collate"
+    if not is_as_imported():
+        return "default_collate has functions of the program's own"
     if not is_read_by_sample(loader.dataset):
         return "its dataset returns whole batches (__getitems__)"
     return why_not_served(copy_of(loader, **sample_tasks(loader)))

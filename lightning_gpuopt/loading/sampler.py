@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, Final
 
 import numpy as np
+import torch
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.order import Order, mix
 
 _BLOCK_BATCHES: Final = 64  # batches whose indices are worked out at a time
 
@@ -263,19 +263,31 @@ class ElasticBatchSampler(BatchSampler):
         return self.sampler.num_batches() if isinstance(self.sampler, ElasticSampler) else super().__len__()
 
 
-class RestOfBatches:
-    """A batch sampler whose first iteration leaves out so many batches."""
+def epoch_of_rank(epoch: int) -> int:
+    """A number for an epoch that is another one on each rank, for what ranks should not draw alike."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return epoch
+    rank = torch.distributed.get_rank()
+    return mix(epoch, rank) >> 1 if rank else epoch
 
-    def __init__(self, batches: Any, done: int) -> None:
-        self._batches, self._done = batches, done
+
+class PlacedBatches:
+    """A user's batch sampler whose batches have their place in the epoch; ``where``: that, and batches to leave out."""
+
+    def __init__(self, batches: Any, where: Callable[[], tuple[int, int]]) -> None:
+        self.batches, self._where = batches, where
         self.most_samples, self.may_be_read_ahead = most_samples(batches), may_be_read_ahead(batches)
 
     def __len__(self) -> int:
-        return len(self._batches)
+        return len(self.batches)
 
-    def __iter__(self) -> Iterator[Any]:
-        done, self._done = self._done, 0
-        return islice(self._batches, done, None)
+    def __iter__(self) -> Iterator[BatchIndices]:
+        (epoch, done), first = self._where(), 0
+        for number, batch in enumerate(self.batches):
+            placed = BatchIndices(batch, epoch, first)
+            first += len(placed)
+            if number >= done:
+                yield placed
 
 
 def most_samples(batch_sampler: Any) -> int | None:

@@ -213,8 +213,8 @@ class RunningLoader:
         iterator = self._iterator
         if not isinstance(iterator, SegmentedIterator):
             return None
-        if iterator.samples_differ:
-            iterator.read_by_sample(False)
+        if iterator.samples_differ and self.shared.by_sample:
+            self.read_by_sample(False)
             self.shared.why_by_batch = "its samples differ in shape or type"
         if self.shared.why_by_batch is not None:
             why, self.shared.why_by_batch = self.shared.why_by_batch, None
@@ -236,6 +236,7 @@ class RunningLoader:
         self._loader, self._current, self._has_started, self.no_more = weakref.ref(loader), None, False, None
         self.shared = Segments.of(loader)
         self.shared.draws = old.draws
+        self.shared.why_by_batch = "the loader was replaced by another one" if old.by_sample else None
         if old.order.holds_for(loader):
             self.shared.order = old.order
         self._depth = self._own_workers * (loader.prefetch_factor or 2)

@@ -59,7 +59,7 @@ class Segment:
     def ask_again(self) -> None:
         """Request from the workers what could not be drawn at the earlier request."""
         if self.can_be_asked_again:
-            times, self.rest.refused = self.rest.refused, 0
+            times, self.rest.refused = 1 if self.reads_by_sample else self.rest.refused, 0
             for _ in range(times):
                 self.batches._try_put_index()
 

@@ -29,7 +29,7 @@ from lightning_gpuopt.loading.elastic_loader import sample_tasks
 from lightning_gpuopt.loading.engine.engine import CannotServe
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from lightning_gpuopt.loading.order import mix
-from lightning_gpuopt.loading.sampler import Later, most_samples
+from lightning_gpuopt.loading.sampler import Later, epoch_of_rank, most_samples
 from lightning_gpuopt.telemetry.host import usable_cpus
 from lightning_gpuopt.timeline.worker_numbers import NumberedWorkers
 from lightning_gpuopt.tuning.epoch_indices import EpochIndices, RestOfEpoch
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 _SEED_STEP: Final = 0x9E3779B97F4A7C15
 _SEEDS: Final = 1 << 63
 
+_TIMED_OUT: Final = "DataLoader timed out"
 _DIED: Final = "DataLoader worker (pid"  # how torch's error begins where a worker has died
 Make = Callable[[], Any]
 
@@ -131,7 +132,9 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         ahead = order.why_not_ahead(loader) is None
         may = lambda: order.bound is None and (ahead or order.is_list)  # noqa: E731
         self._epochs += 1
-        self._indices = EpochIndices(order.watched(loader), self._depth, may, mix(self._seed, self._epochs) >> 1)
+        self._indices = EpochIndices(
+            order.watched(loader), self._depth, may, epoch_of_rank(mix(self._seed, self._epochs) >> 1)
+        )
 
     def _draw_as_new(self, loader: DataLoader[Any]) -> None:
         """Draw what a new iterator with workers draws: it iterates its sampler, draws a seed, and iterates it again."""
@@ -280,6 +283,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         """Begin another epoch: a DataLoader whose workers persist has the iterator that it holds do so."""
         self._loader = weakref.ref(loader)
         anew, self.begins_anew, self._wanted = self.begins_anew or self._wanted is not None, False, None
+        anew |= self._segments[-1].reads_by_sample != self.shared.by_sample and not self.changed(None)
         while len(self._segments) > 1:
             self._segments.popleft().end()
         self._begin_epoch(loader)
@@ -355,6 +359,8 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._begin(workers, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
             log.warning("workers of the DataLoader could not be started: %s", error)
+            if self.shared.by_sample:
+                self._by_batch(f"workers could not be started: {error}")
             self._begin(self._own_workers, self._new_generator())
             self._give_up(f"workers could not be started: {error}")
 
@@ -396,7 +402,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
 
     def _goes_on_after(self, segment: Segment, error: Exception) -> bool:
         """Go back to the user's own number of workers if an added one died, or samples cannot be tasks after all."""
-        if isinstance(error, CannotServe):
+        if segment.reads_by_sample and not str(error).startswith((_DIED, _TIMED_OUT)):  # nothing of the user's
             self._begin_again(self.num_workers)
             self._by_batch(str(error))
             return True

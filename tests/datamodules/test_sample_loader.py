@@ -117,6 +117,15 @@ class TestBatches:
         again = random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()  # type: ignore[union-attr]
         assert (states[0], states[2]) == (again[0], again[2])
 
+    def test_so_they_do_in_an_order_of_your_own(self) -> None:
+        def epochs(workers: int) -> list[Any]:
+            loader = SampleLoader(Drawn(), 8, sampler=list(range(119, -1, -1)), num_workers=workers)
+            return [list(loader) for _ in range(2)]
+
+        first = epochs(0)
+        assert same(epochs(2), first)
+        assert len({value for epoch in first for batch in epoch for value in batch[1].tolist()}) == 240
+
     def test_no_more_lie_ready_than_has_room(self) -> None:
         class Large(Dataset[Any]):
             def __len__(self) -> int:
@@ -260,6 +269,20 @@ class TestResume:
             again.load_state_dict(state)
             assert same(list(again), rest)
             assert len(list(again)) == 15
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_an_epoch_that_is_left_may_be_gone_back_to(self, workers: int) -> None:
+        loader = SampleLoader(Records(), 8, sampler=range(120), num_workers=workers)
+        whole = list(loader)
+        for number, _ in enumerate(loader):
+            if number == 2:
+                break
+        state = loader.state_dict()
+        assert state["batches"] == 3
+        loader.load_state_dict(state)
+        assert same(list(loader), whole[3:])
+        loader.load_state_dict(loader.state_dict())
+        assert same(list(loader), whole)
 
     def test_other_data_than_the_states_is_told(self) -> None:
         state = SampleLoader(Records(), 8, num_workers=0).state_dict()

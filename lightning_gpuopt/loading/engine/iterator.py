@@ -46,7 +46,8 @@ def why_not_served(loader: Any) -> str | None:
     if collate_fn is not as_it_is and type(loader.dataset) is not EpochSamples:
         return "its dataset returns whole batches (__getitems__)"
     if most_samples(loader.batch_sampler) is None:
-        return f"it is not known in advance how large the batches of a {type(loader.batch_sampler).__name__} are"
+        theirs = getattr(loader.batch_sampler, "batches", loader.batch_sampler)
+        return f"it is not known in advance how large the batches of a {type(theirs).__name__} are"
     # One process reads the samples in a fixed order; of several, whichever is free takes the next.
     if getattr(loader, "keeps_readers", False) and loader.num_workers > 1:
         return "its dataset holds a random generator, whose draws depend on which process reads which sample"
@@ -206,7 +207,8 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
     @property
     def torch_is_faster(self) -> bool:
         """Whether torch's workers would be faster: many batches have samples that are put together in this process."""
-        return self._engine is not None and self._engine.collated > _FEW * self._engine.taken
+        engine = self._engine
+        return engine is not None and engine.collated > max(1, _FEW * engine.pool.given)
 
     def resize(self, num_workers: int) -> int:
         """Have so many processes from now on, as far as that can be; how many there are then."""
