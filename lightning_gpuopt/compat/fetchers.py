@@ -18,6 +18,7 @@ the local ``self`` of a fetcher's ``fetch``      2.4 - 2.13   what a worker does
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -125,19 +126,17 @@ def be_a_worker(worker: int, num_workers: int, base_seed: int, dataset: Any) -> 
 
 
 def when_worker_is_asked_for(asked: Callable[[], object]) -> None:
-    """Have it seen in this worker when code that is neither torch's nor ours reads what ``get_worker_info()`` gives."""
-    info: Any = torch_worker._worker_info
+    """Have it seen in this worker when code that is neither torch's nor ours calls ``get_worker_info()``."""
+    get_worker_info = torch_worker.get_worker_info
 
-    class Seen(type(info)):  # type: ignore[misc]
-        __slots__ = ()
+    @functools.wraps(get_worker_info)
+    def seen() -> Any:
+        asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if asking not in ("torch", "lightning_gpuopt"):
+            asked()
+        return get_worker_info()
 
-        def __getattribute__(self, name: str) -> Any:
-            asking = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-            if asking not in ("torch", "lightning_gpuopt") and not name.startswith("_"):
-                asked()
-            return super().__getattribute__(name)
-
-    object.__setattr__(info, "__class__", Seen)
+    torch_worker.get_worker_info = torch.utils.data.get_worker_info = seen
 
 
 def wrap_exception(worker: int) -> Any:

@@ -22,10 +22,12 @@ from lightning_gpuopt.compat.lightning import (
     rank_zero_info,
     rank_zero_warn,
     set_train_batches,
+    train_loaders,
     trainer_that_asks,
 )
 from lightning_gpuopt.datamodules.auto_workers import auto_workers
-from lightning_gpuopt.loading.elastic_loader import MAX_AHEAD_BYTES, ElasticLoader, Reading, timed_as
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader, Reading, timed_as
+from lightning_gpuopt.loading.engine.engine import MAX_AHEAD_BYTES
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, epoch_of_rank
 from lightning_gpuopt.loading.samples import SkippedSamples
@@ -201,6 +203,8 @@ class SampleLoader(ElasticLoader):
             had.
         """
         sampler, trainer = self._sampler, trainer_that_asks()
+        if trainer is not None and len(train_loaders(trainer)) > 1:  # each at a place of its own
+            trainer = None
         epoch = max(self.epochs, 0) if sampler is None else sampler.iterated_epoch
         batches = self._taken(epoch) if trainer is None else processed_batches(trainer)
         consumed = {} if sampler is None else {"consumed": sampler.consumed_after(batches, epoch)}

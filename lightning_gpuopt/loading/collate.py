@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import default_collate, get_worker_info
 
 from lightning_gpuopt.compat.torch_internals import collate, default_collate_fn_map
 
@@ -35,6 +35,8 @@ class Collate:
 
     def __call__(self, samples: list[Any]) -> Any:
         """A batch of samples; RuntimeError, with their names, if they do not go together or cannot be batched."""
+        if not is_as_imported():
+            return default_collate(samples)
         how = _CHANNELS_LAST if self.memory_format == "channels_last" else _CONTIGUOUS
         try:
             return collate(samples, collate_fn_map=how)

@@ -11,11 +11,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_gpuopt.compat.dataloader import copy_of, pin_batch
-from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is, is_as_imported
+from lightning_gpuopt.loading.collate import Collate, MemoryFormat, as_it_is
 from lightning_gpuopt.loading.datasets import for_loader, gathered, is_read_by_sample
-from lightning_gpuopt.loading.engine.engine import CannotServe
+from lightning_gpuopt.loading.engine.engine import MAX_AHEAD_BYTES, CannotServe
 from lightning_gpuopt.loading.engine.iterator import EngineIterator, why_not_served
-from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, ResumableLoader
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:  # else callbacks would need the decoders
 
 log = logging.getLogger(__name__)
 
-MAX_AHEAD_BYTES: Final = 1 << 30
-"""Of batches that are made ahead of their turn, if nobody says how many."""
 GATHER_BYTES: Final = 1 << 20
 """Up to this size a batch is gathered in the training process (0.2 ms): in less time than another could say it is
 done."""
@@ -101,7 +99,10 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
                 why = str(reason)
                 if isinstance(self.sampler, ElasticSampler):
                     self.sampler.begin_again()
-            (torch.default_generator if self.generator is None else self.generator).set_state(state)
+                elif isinstance(loader.batch_sampler, PlacedBatches):
+                    loader.batch_sampler.begun = reason.begun
+            if not isinstance(loader.batch_sampler, PlacedBatches):
+                (torch.default_generator if self.generator is None else self.generator).set_state(state)
         self._say_that_workers_load(why)
         return DataLoader._get_iterator(loader)
 
@@ -177,8 +178,6 @@ def why_no_sample_tasks(loader: DataLoader[Any]) -> str | None:
         collate_fn = collate_fn.collate_fn
     if collate_fn is not default_collate:
         return "its collate_fn is not torch's default_collate"
-    if not is_as_imported():
-        return "default_collate has functions of the program's own"
     if not is_read_by_sample(loader.dataset):
         return "its dataset returns whole batches (__getitems__)"
     return why_not_served(copy_of(loader, **sample_tasks(loader)))

@@ -277,11 +277,18 @@ class PlacedBatches:
     def __init__(self, batches: Any, where: Callable[[], tuple[int, int]]) -> None:
         self.batches, self._where = batches, where
         self.most_samples, self.may_be_read_ahead = most_samples(batches), may_be_read_ahead(batches)
+        # the first batch of an iteration, and the rest of it, with which the next one goes on
+        self.begun: tuple[BatchIndices, Iterator[BatchIndices]] | None = None
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[BatchIndices]:
+        begun, self.begun = self.begun, None
+        if begun is not None:
+            yield begun[0]
+            yield from begun[1]
+            return
         (epoch, done), first = self._where(), 0
         for number, batch in enumerate(self.batches):
             placed = BatchIndices(batch, epoch, first)

@@ -293,9 +293,9 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             shut_down(kept.batches)
             self._indices.begin()
             self._begin_or_own(loader.num_workers)
-        else:
-            kept.rest.begin(self._indices, begins=True)
-            iter(kept.loader)
+        elif not self._goes_on(kept, begins=True):
+            self._segments.popleft()
+            self._begin_or_own(loader.num_workers)
         self._indices.draw_what_is_due()
 
     # -- changing the number of workers
@@ -358,7 +358,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             self._by_batch(str(reason) or "it would have read the sampler too far ahead")
             self._begin(workers, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
-            log.warning("workers of the DataLoader could not be started: %s", error)
+            log.warning("workers of the DataLoader could not be started: %s", str(error))
             if self.shared.by_sample:
                 self._by_batch(f"workers could not be started: {error}")
             self._begin(self._own_workers, self._new_generator())
@@ -377,7 +377,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             if not before.rest.given:
                 self._begin(workers, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
-            log.warning("workers of the DataLoader could not be started: %s", error)
+            log.warning("workers of the DataLoader could not be started: %s", str(error))
             before.rest.stopped = False
             if not before.rest.given:  # it has nothing left to do, and would end the epoch
                 raise
@@ -392,7 +392,7 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
             else:
                 self._begin(wanted or 1, self._new_generator())
         except Exception as error:  # no more processes, memory, files or threads
-            log.warning("no worker of the DataLoader could be started: %s", error)
+            log.warning("no worker of the DataLoader could be started: %s", str(error))
             self._segments[-1].rest.stopped = False
             self._give_up(f"no worker could be started: {error}")
 
@@ -511,9 +511,24 @@ class SegmentedIterator(WorkersIterator):  # type: ignore[misc]
         kept, self._kept = self._kept, None
         loader = self._loader()
         assert kept is not None
-        kept.rest.begin(self._indices, begins=False)
-        iter(kept.loader)
-        self._append(kept, loader)
+        if self._goes_on(kept, begins=False):
+            self._append(kept, loader)
+        else:
+            self._begin_or_own(kept.loader.num_workers)
+
+    def _goes_on(self, kept: Segment, *, begins: bool) -> bool:
+        """Have workers that live on begin an epoch; False if they cannot any more, which torch's always can."""
+        kept.rest.begin(self._indices, begins=begins)
+        try:
+            iter(kept.loader)
+        except Exception as error:
+            if not kept.reads_by_sample:
+                raise
+            self._by_batch(str(error))
+            self._indices.give_back(kept.rest.given)
+            shut_down(kept.batches)
+            return False
+        return True
 
     def _append(self, segment: Segment, loader: DataLoader[Any] | None) -> None:
         self._segments.append(segment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
 from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, SampleLoader, StallDetector
+from lightning_gpuopt.compat.torch_internals import default_collate_fn_map
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from tests.datamodules.training import EPOCHS, MOMENTS, SAMPLES, Notes, Numbers, SaveAndEnd, Steps, by_epoch, run_loader
 from tests.fork_server import run_code
@@ -101,6 +103,36 @@ class TestBatches:
         assert f"SampleLoader: DataLoader workers load whole batches here: {why}" in caplog.text.replace(
             "it is not known in advance ", ""
         )
+
+    def test_they_go_on_with_what_your_sampler_has_begun(self) -> None:
+        class Odd(Records):
+            def __getitem__(self, index: int) -> Any:
+                return OrderedDict(index=index)  # no layout is known of that
+
+        def epochs(make: Any) -> list[Any]:
+            sampler = RandomSampler(range(120), generator=torch.Generator().manual_seed(5))
+            loader = make(Odd(), 8, sampler=sampler, num_workers=1)
+            return [list(loader) for _ in range(3)]
+
+        assert same(epochs(SampleLoader), epochs(DataLoader))
+
+    def test_functions_that_a_program_registers_for_batches_are_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(default_collate_fn_map, float, lambda batch, *, collate_fn_map: "the program's own")
+        loader = SampleLoader([0.5] * 8, 4, num_workers=1)  # type: ignore[arg-type]
+        assert list(loader) == ["the program's own"] * 2
+        assert not isinstance(loader._iterator, EngineIterator)
+
+    def test_where_auto_means_no_worker_what_is_for_workers_is_left_out(self, tmp_path: Path) -> None:
+        class Holds(Records):
+            def __init__(self) -> None:
+                super().__init__()
+                self.file = (tmp_path / "data").open("w")
+
+        dataset = Holds()
+        with pytest.warns(UserWarning, match="num_workers='auto' is 0 here"):
+            loader = SampleLoader(dataset, 8, timeout=5, prefetch_factor=3)
+        assert same(list(loader), list(DataLoader(Records(), 8)))
+        dataset.file.close()
 
     def test_draws_belong_to_seed_epoch_and_position(self) -> None:
         def epochs(seed: int, workers: int) -> list[Any]:

@@ -16,6 +16,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from lightning_gpuopt.compat.dataloader import workers_of
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
+from lightning_gpuopt.loading.engine.shared_blocks import BlockRing
 from lightning_gpuopt.tuning.segments import Segments
 from tests.helpers import wait_for
 from tests.loaders.programs import nothing_is_left
@@ -109,7 +110,7 @@ def test_batches_and_random_states_are_as_without(plan: dict[int, bool], persist
     vars(changed).clear()  # its persistent workers end with it
 
 
-def test_each_sample_is_a_task_from_the_seam_on_and_in_later_epochs() -> None:
+def test_each_sample_is_a_task_from_the_change_on_and_in_later_epochs() -> None:
     source = loader()
     iterator: Any = segmented(source)
     next(iterator)
@@ -125,6 +126,45 @@ def test_each_sample_is_a_task_from_the_seam_on_and_in_later_epochs() -> None:
     assert len(list(again)) == 15
 
 
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_failure_of_its_own_goes_back_to_torchs_workers(
+    monkeypatch: pytest.MonkeyPatch, persistent: bool, at_once: bool
+) -> None:
+    """Such as no memory for another batch; in the middle of an epoch, or as one begins."""
+
+    def full(*args: Any) -> Any:
+        raise OSError("no space is left")
+
+    source = loader(persistent_workers=persistent)
+    vars(source)["_get_iterator"] = lambda: segmented(source, 2)
+    expected = loader(persistent_workers=persistent)
+    first: Any = iter(source)
+    seen = [next(first)]
+    first.read_by_sample(True)
+    if at_once:
+        monkeypatch.setattr(BlockRing, "take", full)
+    seen += list(first)
+    assert same(seen, list(expected))
+    monkeypatch.setattr(BlockRing, "take", full)
+    assert same(list(source), list(expected))
+    assert "no space is left" in str(Segments.of(source).why_by_batch)
+    assert not Segments.of(source).by_sample
+    vars(source).clear()
+    vars(expected).clear()
+
+
+def test_workers_that_persist_give_way_in_the_next_epoch() -> None:
+    source = loader(persistent_workers=True)
+    vars(source)["_get_iterator"] = lambda: segmented(source, 2)
+    plain = loader(persistent_workers=True)
+    for wanted in (False, True, True, False):
+        Segments.of(source).by_sample = wanted
+        assert same(list(source), list(plain))
+        assert source._iterator.reads_by_sample == wanted  # type: ignore[union-attr]
+    vars(source).clear()
+
+
 def test_where_memory_allows_no_two_sets_of_workers_one_ends_first() -> None:
     iterator: Any = segmented(loader(shuffle=False))
     seen = [next(iterator)]
@@ -136,11 +176,11 @@ def test_where_memory_allows_no_two_sets_of_workers_one_ends_first() -> None:
 
 
 def test_random_draws_belong_to_the_epoch_and_the_position_in_it() -> None:
-    """Wherever the seam lies, and however many processes there are."""
+    """Wherever the change lies, and however many processes there are."""
     ends = []
-    for seam, workers in ((1, 1), (4, 3)):
+    for changed_at, workers in ((1, 1), (4, 3)):
         source = loader(Drawn(), workers)
-        first, second = epoch(source, {seam: True}), epoch(source, {})
+        first, second = epoch(source, {changed_at: True}), epoch(source, {})
         ends.append((first[12:], second))
     assert same(ends[0], ends[1])
     drawn = torch.cat([torch.stack([batch[at] for batch in second]) for at in (1, 2, 3)]).flatten().tolist()

@@ -41,14 +41,17 @@ _LEAST_SLOTS: Final = 256
 _MOST_SLOTS: Final = 1 << 16
 _MOST_ROWS: Final = (1 << 16) - 1  # of a ticket, whose slot and rows have two bytes each
 _LOOK_EVERY: Final = 8
-# batches beyond ``prefetch_factor``, which bridge slow samples, take no more memory than this, if nobody says how much
-_LOOKED_AHEAD_BYTES: Final = 1 << 30
+MAX_AHEAD_BYTES: Final = 1 << 30
+"""Of batches made ahead to bridge slow samples, if nobody says how many."""
 _HELD: Final = 4  # batches of so many times as many as are made ahead are worth a word
 _JOIN_S: Final = 5.0  # what torch's workers have to end, too
 
 
 class CannotServe(Exception):
     """The samples of a dataset cannot be put into rows; DataLoader workers load it."""
+
+    # the first indices of the epoch, and the sampler's iterator after them
+    begun: tuple[Any, Iterator[Any]] | None = None
 
 
 class NotYet(Exception):
@@ -116,7 +119,7 @@ class Engine:
         self._ring.registers = self._pins and loader.pins_in_place
         room, most = int(_PART_OF_MEMORY * available_memory()), loader.max_ahead_bytes
         self._fitting = max(2, min(room, most or room) // self._ring.num_bytes)
-        self._bridging = max(2, (most or _LOOKED_AHEAD_BYTES) // self._ring.num_bytes)
+        self._bridging = max(2, (most or MAX_AHEAD_BYTES) // self._ring.num_bytes)
         self._set_ahead(processes)
         self._rows = self._least_rows
         self._ring.take()  # the first batch's

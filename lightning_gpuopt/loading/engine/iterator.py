@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_gpuopt.compat.dataloader import BaseIterator
 from lightning_gpuopt.compat.fetchers import can_be_a_worker, raise_here
-from lightning_gpuopt.loading.collate import Collate, as_it_is
+from lightning_gpuopt.loading.collate import Collate, as_it_is, is_as_imported
 from lightning_gpuopt.loading.engine.engine import END, Batches, CannotServe, Engine, NotYet
 from lightning_gpuopt.loading.engine.shared_blocks import can_share
 from lightning_gpuopt.loading.sampler import (
@@ -43,6 +43,8 @@ def why_not_served(loader: Any) -> str | None:
         is_known = type(collate_fn) is Collate
     if not is_known:
         return "its collate_fn is not torch's default_collate"
+    if not is_as_imported():
+        return "default_collate has functions of the program's own"
     if collate_fn is not as_it_is and type(loader.dataset) is not EpochSamples:
         return "its dataset returns whole batches (__getitems__)"
     if most_samples(loader.batch_sampler) is None:
@@ -133,9 +135,13 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
             raise
         except StopIteration:
             raise CannotServe("there is nothing to read") from None
-        self._engine = Engine(
-            loader, first, self._base_seed, self._pin_memory, getattr(self, "_pin_memory_device", None)
-        )
+        try:
+            self._engine = Engine(
+                loader, first, self._base_seed, self._pin_memory, getattr(self, "_pin_memory_device", None)
+            )
+        except CannotServe as reason:
+            reason.begun = first, self._sampler_iter
+            raise
         self._begin([])
 
     def __next__(self) -> Any:

@@ -165,7 +165,7 @@ def test_a_slow_sample_delays_its_own_batch_alone_and_the_order_is_kept(tmp_path
 def test_batches_beyond_prefetch_factor_bridge_a_slow_sample_as_far_as_memory_allows(
     most_bytes: int, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_module, "_LOOKED_AHEAD_BYTES", most_bytes)
+    monkeypatch.setattr(engine_module, "MAX_AHEAD_BYTES", most_bytes)
     monkeypatch.setattr(engine_module.LookAhead, "batches", lambda self: 30)
     iterator, engine = engine_of(loader_of(Made(pair, 400)))
     for _ in range(9):  # the number is asked for now and then
