@@ -9,7 +9,16 @@ from statistics import fmean
 from typing import Any, Final
 
 from lightning_gpuopt.autofix.adjustable_loader import AdjustableLoader
-from lightning_gpuopt.autofix.policy import MIN_BEFORE, NOT_PREDICTED, Fix, Wanted, judge, wanted_changes
+from lightning_gpuopt.autofix.policy import (
+    CLEAR_GAIN,
+    MAX_WINDOWS,
+    MIN_BEFORE,
+    NOT_PREDICTED,
+    Fix,
+    Wanted,
+    judge,
+    wanted_changes,
+)
 from lightning_gpuopt.autofix.trial_history import ChangeTrial, RunLength, TrialHistory
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import loader_model, speedup_of_workers
@@ -55,6 +64,7 @@ class AutoFixController:
         self._history = TrialHistory()
         self._trial: ChangeTrial | None = None
         self._failed: set[str] = set()
+        self._doubted: set[str] = set()  # taken back, though steps seemed clearly faster: they are tried once more
         self._refused: set[tuple[str, str]] = set()
         self._before_change: dict[str, Any] = {}
         self._unpaid: list[ChangeTrial] = []  # kept before an epoch has begun with them
@@ -124,6 +134,8 @@ class AutoFixController:
     def _may_try(self, wanted: Wanted) -> bool:
         setting, loader = wanted.setting, wanted.loader
         if setting not in self._fixes or setting in self._failed or (loader, setting) in self._refused:
+            return False
+        if setting in self._doubted and len(self._history.before) < MAX_WINDOWS:
             return False
         if setting == "sample_parallel" and self._loader.now(setting):
             return False
@@ -239,7 +251,12 @@ class AutoFixController:
             elif verdict is False:
                 before_s, after_s = self._history.set_up_costs(trial)
                 steps_alone = judge(self._history.before, trial.after)
-                self._take_back(trial, COSTS_MORE if after_s > before_s and steps_alone is not False else _NO_GAIN)
+                costs_more = after_s > before_s and steps_alone is not False
+                doubted = not costs_more and (self._history.measured(trial) or 0) >= CLEAR_GAIN
+                self._take_back(trial, COSTS_MORE if costs_more else _NO_GAIN)
+                if doubted and setting not in self._doubted:
+                    self._doubted.add(setting)
+                    self._failed.discard(setting)
 
     def _look_at_costs(self) -> None:
         """Undo changes kept in mid-epoch whose set-up in the next epoch costs more than their steps save."""

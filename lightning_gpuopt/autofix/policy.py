@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import combinations
 from math import comb
-from statistics import fmean, linear_regression
+from statistics import fmean, median
 from typing import Any, Final, Literal, get_args
 
 from lightning_gpuopt.diagnosis.record import Finding
@@ -34,6 +35,7 @@ _LOOKS: Final = (5, 8)  # windows after a change at which it is judged. Only two
 MAX_WINDOWS: Final = _LOOKS[-1]  # that are compared on either side; a gain without a proof is then taken back
 _MIN_TO_LOSE: Final = 3  # windows after which a change that has made the steps slower is taken back
 _MIN_GAIN: Final = 1.02  # least gain: a smaller one is not worth its workers and memory
+CLEAR_GAIN: Final = 1.2  # a gain that is not proved and yet so large is worth a second trial
 _CHANCE: Final = 0.01  # false positive rate of one look, for independent windows and a change without effect
 _MIN_PAUSE_SAVED: Final = 0.3  # persistent workers must save at least this share of an epoch's set-up
 
@@ -98,8 +100,12 @@ def judge(before: Sequence[float], after: Sequence[float]) -> bool | None:
 
 
 def expected_of(before: Sequence[float], number: int) -> float:
-    """Seconds per step expected of so many windows after the change if the trend goes on; at least half of before."""
-    mean_s, slope = fmean(before), linear_regression(range(len(before)), before).slope
+    """Seconds per step expected of so many windows after the change if the trend goes on; at least half of before.
+
+    The trend is the median slope between two windows (Theil and Sen), as a run's first windows may be slow.
+    """
+    pairs = combinations(enumerate(before), 2)
+    mean_s, slope = fmean(before), median((later - sooner) / (end - start) for (start, sooner), (end, later) in pairs)
     windows = (len(before) + number) / 2 + 1  # from the middle of those before to that of those after; one is skipped
     return max(mean_s + min(slope, 0.0) * windows, mean_s / 2)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightning_gpuopt.autofix.policy import MAX_WINDOWS
 from lightning_gpuopt.autofix.trial_history import RunLength
 from lightning_gpuopt.diagnosis.predict import speedup_of_workers
 from lightning_gpuopt.diagnosis.record import Change
@@ -131,6 +132,25 @@ class TestAChangeAtOnce:
         assert run.changes == [kept("num_workers", 1, 2)]
         assert run.log == [("change", "num_workers", 2)]
         assert run.messages[-1] == "AutoFix: num_workers 1 → 2: predicted 2.0x (1.5x to 2.5x), measured 2.0x, kept"
+
+    def test_a_clear_gain_without_a_proof_is_tried_once_more_with_all_windows_before(self) -> None:
+        noisy = [SLOW, FAST, FAST, SLOW, FAST, FAST, SLOW, FAST]
+        run = tried(one_worker(), MORE)
+        for step_s in [SLOW, *noisy]:
+            run.window(step_s, MORE)
+        assert run.changes == [taken_back("num_workers", 1, 2, measured=8 / 5.5)]
+        run.windows(MAX_WINDOWS - 1, SLOW, MORE)
+        assert len(run.changes) == 1
+        run.window(SLOW, MORE)
+        run.windows(SKIPPED + PROOF, FAST, MORE)
+        assert run.changes[1:] == [kept("num_workers", 1, 2)]
+
+    def test_a_second_trial_is_the_last(self) -> None:
+        noisy = [SLOW, FAST, FAST, SLOW, FAST, FAST, SLOW, FAST]
+        run = tried(one_worker(), MORE)
+        for step_s in [SLOW, *noisy, *[SLOW] * MAX_WINDOWS, SLOW, *noisy, *[SLOW] * 30]:
+            run.window(step_s, MORE)
+        assert [each.kept for each in run.changes] == [False, False]
 
     def test_a_loss_is_taken_back_after_three_windows(self) -> None:
         run = tried(one_worker(), MORE)

@@ -112,6 +112,11 @@ class TestWhetherItHelped:
         assert judge(falling[:8], falling[9:]) is False
         assert judge(falling[:8], [each - 0.1 for each in falling[9:14]]) is True
 
+    def test_slow_windows_at_the_start_are_no_trend(self):
+        before = [12.5, 9.7, 7.7, 7.7, 7.8, 7.7, 7.6, 7.7]
+        assert expected_of(before, 5) > 0.9 * 7.7
+        assert judge(before, [4.5, 4.4, 4.7, 5.2, 4.7]) is True
+
     def test_steps_that_were_getting_slower_count_as_they_were(self):
         assert expected_of([1.0, 1.1, 1.2, 1.3], 5) == pytest.approx(1.15)
 
