@@ -1,9 +1,9 @@
-"""``num_workers="auto"`` of the DataModules: the CPUs of a rank, unless something speaks against processes."""
+"""``num_workers="auto"``: the CPUs of a rank, unless something speaks against processes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -16,21 +16,32 @@ from lightning_gpuopt.objects.dataset_state import UnshareableObject
 from lightning_gpuopt.telemetry.resources import free_shared_memory
 from lightning_gpuopt.timeline.worker_clock import nbytes_of
 from lightning_gpuopt.tuning.main_script import is_guarded, script_run_again
+from lightning_gpuopt.tuning.sharing import held_by
 from lightning_gpuopt.tuning.worker_limits import PART_OF_SHARED_MEMORY, workers_in
 
 # where batches of so many bytes have room in ``/dev/shm``, nobody looks how large they are
 _LARGE_BATCH: Final = 256 << 20
 
 
-def auto_workers(
-    loader: ElasticLoader, held: Sequence[UnshareableObject], loaders_on_node: int
-) -> tuple[int, str | None]:
-    """How many of a loader's processes (one a CPU, or 0) start unasked, and why fewer, if that is worth a word.
+def settle_workers(loader: ElasticLoader, loaders_on_node: int, *, unasked: bool) -> str | None:
+    """Know what speaks against a loader's processes; with `unasked` have fewer, or none, then: why, if worth a word.
 
-    ``held`` is what its dataset holds that processes cannot share; ``loaders_on_node`` those whose batches lie in
-    ``/dev/shm`` at the same time, of all ranks.
+    ``loaders_on_node`` are those whose batches lie in ``/dev/shm`` at the same time, of all ranks.
     """
-    if not loader.num_workers or not starts_unasked():
+    source, before = loader._reader().dataset, loader.num_workers
+    held = held_by(loader) if before and getattr(source, "seeds", True) else []
+    loader.keeps_readers = any(each.kind == "generator" for each in held)
+    number, why = _fitting(loader, held, loaders_on_node) if unasked and before else (before, None)
+    if number < before:
+        loader.num_workers = loader.cpus = number
+    if not number:
+        loader.prefetch_factor, loader.timeout, vars(loader)["persistent_workers"] = None, 0, False
+    return None if why is None else f"num_workers='auto' is {number} here, not {before}: {why}"
+
+
+def _fitting(loader: ElasticLoader, held: list[UnshareableObject], loaders_on_node: int) -> tuple[int, str | None]:
+    """How many of a loader's processes start unasked, and why fewer; `held`: what its dataset holds for one process."""
+    if not starts_unasked():
         return 0, None
     shared = next((each for each in held if each.kind in ("file", "device")), None)
     if shared is not None:

@@ -6,7 +6,6 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,7 +15,7 @@ from typing_extensions import override
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import MisconfigurationException, rank_zero_warn
 from lightning_gpuopt.compat.lightning_loops import why_copied_elsewhere
-from lightning_gpuopt.datamodules.auto_workers import auto_workers
+from lightning_gpuopt.datamodules.auto_workers import settle_workers
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.crop import RATIO, SCALE, CenterCrops, RandomCrops
 from lightning_gpuopt.images.normalize import Normalize
@@ -25,7 +24,6 @@ from lightning_gpuopt.loading.datasets import as_written, balanced_weights, mean
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
-from lightning_gpuopt.tuning.sharing import held_by
 from lightning_gpuopt.utils.arguments import (
     choice,
     flag,
@@ -234,21 +232,20 @@ class ElasticDataModule(ResumableDataModule):
             persistent = self.persistent_workers
         elif name != "train" and len(self._datasets[name]) > 1:
             persistent = False
-        make = partial(
-            make_loader,
-            dataset,
-            sampler,
-            crops=self._crops(name),
-            skipped=self._skip_list(name) if self.on_corrupt == "skip" else None,
-            collate_fn=self.collate_fn,
-            memory_format=self.memory_format,
-            workers_if_needed=self._local_cpus,
-            pin_memory=self._on_cuda if isinstance(self.pin_memory, str) else bool(self.pin_memory),
-            persistent_workers=persistent,
-            prefetch_factor=self.prefetch_factor,
-        )
         try:
-            loader = make(num_workers=None if self.num_workers == "auto" else self.num_workers)
+            loader = make_loader(
+                dataset,
+                sampler,
+                num_workers=None if self.num_workers == "auto" else self.num_workers,
+                workers_if_needed=self._local_cpus,
+                pin_memory=self._on_cuda if isinstance(self.pin_memory, str) else bool(self.pin_memory),
+                persistent_workers=persistent,
+                prefetch_factor=self.prefetch_factor,
+                crops=self._crops(name),
+                skipped=self._skip_list(name) if self.on_corrupt == "skip" else None,
+                collate_fn=self.collate_fn,
+                memory_format=self.memory_format,
+            )
         except TypeError as error:
             if self.crop_size is None or "with_decoder" not in str(error):
                 raise
@@ -257,19 +254,12 @@ class ElasticDataModule(ResumableDataModule):
                 "(LMDBDatasets, Subsets and ConcatDatasets of them, a dataset with a method with_decoder); got a "
                 f"{type(dataset).__name__}: crop in its transform"
             ) from None
-        held = held_by(loader) if loader.num_workers and getattr(loader.dataset, "seeds", True) else []
-        loader.keeps_readers = any(each.kind == "generator" for each in held)
-        if self.num_workers == "auto":
-            number, why = auto_workers(loader, held, self._loaders_on_this_node)
-            if why is not None and (cause := re.sub("[0-9.]+", "", why)) not in self._said:  # free memory varies
-                self._said.add(cause)
-                text = f"num_workers='auto' is {number} here, not {loader.num_workers}: {why}"
-                rank_zero_warn(f"{type(self).__name__}: {text}")
-            if number < loader.num_workers:
-                keeps_readers, loader = loader.keeps_readers, make(num_workers=number)
-                loader.keeps_readers = keeps_readers
-            if number == 0:
-                lightning.silence_worker_hint()
+        why = settle_workers(loader, self._loaders_on_this_node, unasked=self.num_workers == "auto")
+        if why is not None and (cause := re.sub("[0-9.]+", "", why)) not in self._said:  # free memory varies
+            self._said.add(cause)
+            rank_zero_warn(f"{type(self).__name__}: {why}")
+        if self.num_workers == "auto" and not loader.num_workers:
+            lightning.silence_worker_hint()
         loader.pins_in_place = self.pin_memory == "in_place" and self._copies_are_known()
         return loader
 

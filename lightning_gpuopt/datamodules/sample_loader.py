@@ -25,14 +25,13 @@ from lightning_gpuopt.compat.lightning import (
     train_loaders,
     trainer_that_asks,
 )
-from lightning_gpuopt.datamodules.auto_workers import auto_workers
+from lightning_gpuopt.datamodules.auto_workers import settle_workers
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader, Reading, timed_as
 from lightning_gpuopt.loading.engine.engine import MAX_AHEAD_BYTES
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, epoch_of_rank
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
-from lightning_gpuopt.tuning.sharing import held_by
 from lightning_gpuopt.utils.arguments import choice, flag, or_auto, refuse, whole_number
 
 _OF_WORKERS: Final = ("prefetch_factor", "timeout", "multiprocessing_context")  # no arguments without workers
@@ -134,18 +133,8 @@ class SampleLoader(ElasticLoader):
         self._before = 0  # batches that a resumed epoch had before, in an order of the user's
         self._resumes = False  # whether the next epoch is that one
         self._running: Callable[[], Any] | None = None
-        held = held_by(self) if number and getattr(self._reading.source, "seeds", True) else []
-        self.keeps_readers = any(each.kind == "generator" for each in held)
-        if unasked and number:
-            fitting, why = auto_workers(self, held, _local_ranks())
-            if why is not None:
-                rank_zero_warn(f"SampleLoader: num_workers='auto' is {fitting} here, not {number}: {why}")
-            if fitting < number:
-                self.num_workers = self.cpus = fitting
-            if not fitting:
-                self.prefetch_factor, self.timeout, vars(self)["persistent_workers"] = None, 0, False
-        if not self.num_workers and is_ours and hasattr(self._reading.source, "announce"):
-            batches.announce = self._reading.source.announce
+        if (why := settle_workers(self, _local_ranks(), unasked=unasked)) is not None:
+            rank_zero_warn(f"SampleLoader: {why}")
 
     @override
     def _reader(self) -> ElasticLoader:

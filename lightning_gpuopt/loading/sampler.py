@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -234,23 +233,7 @@ class ElasticSampler(DistributedSampler[int]):
 class ElasticBatchSampler(BatchSampler):
     """Batches of an `ElasticSampler`; else (Lightning's ``overfit_batches``) as torch's BatchSampler makes them."""
 
-    announce: Callable[[Sequence[int]], None] | None = None  # gets a batch's indices, `ahead` batches early
-    ahead = 2
-
     def __iter__(self) -> Iterator[list[int]]:
-        batches = self._batches()
-        if self.announce is None:
-            yield from batches
-            return
-        waiting: deque[list[int]] = deque()
-        for batch in batches:
-            self.announce(batch)
-            waiting.append(batch)
-            if len(waiting) > self.ahead:
-                yield waiting.popleft()
-        yield from waiting
-
-    def _batches(self) -> Iterator[list[int]]:
         if isinstance(self.sampler, ElasticSampler):
             yield from self.sampler.batches()
             return

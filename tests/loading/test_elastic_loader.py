@@ -11,10 +11,10 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
 from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
-from lightning_gpuopt.loading.collate import Collate
-from lightning_gpuopt.loading.elastic_loader import make_loader
+from lightning_gpuopt.loading.collate import Collate, as_it_is
+from lightning_gpuopt.loading.elastic_loader import ElasticLoader, make_loader
 from lightning_gpuopt.loading.order import Order, mix
-from lightning_gpuopt.loading.sampler import ElasticSampler
+from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler
 from lightning_gpuopt.loading.samples import EpochSamples
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.reader import LMDBDataset
@@ -228,3 +228,26 @@ def test_a_dataset_of_ones_own_may_offer_the_same(images: LMDBDataset) -> None:
     ((batch, labels),) = loader
     assert labels.tolist() == [2, 0]
     assert torch.equal(batch, torch.stack([CenterCrops(32)(jpeg(index)) for index in (2, 0)]))
+
+
+class _Announced(Dataset[torch.Tensor]):
+    gathers_batches = True
+
+    def __init__(self) -> None:
+        self.announced: list[int] = []
+
+    def announce(self, indices: list[int]) -> None:
+        self.announced.append(indices[0])
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices)
+
+
+def test_batches_are_announced_before_they_are_gathered() -> None:
+    source, sampler = _Announced(), ElasticSampler(Order(20, shuffle=False), 4)
+    loader = ElasticLoader(source, batch_sampler=ElasticBatchSampler(sampler, 4, False), collate_fn=as_it_is)
+    seen = []
+    for batch in loader:
+        seen.append(int(batch[0]))
+        assert source.announced == [0, 4, 8, 12, 16][: len(seen) + 2]
+    assert seen == [0, 4, 8, 12, 16]

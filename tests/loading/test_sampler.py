@@ -154,17 +154,6 @@ def test_batches_know_their_positions() -> None:
             assert order.at(0, positions).tolist() == batch
 
 
-def test_batches_are_announced_before_they_are_given_out() -> None:
-    batches = ElasticBatchSampler(ElasticSampler(Order(20, shuffle=False), 4), 4, False)
-    announced: list[int] = []
-    batches.announce = lambda indices: announced.append(indices[0])
-    seen = []
-    for batch in batches:
-        seen.append(batch[0])
-        assert announced == [0, 4, 8, 12, 16][: len(seen) + 2]
-    assert seen == [0, 4, 8, 12, 16]
-
-
 def test_short_runs_mix_classes_in_a_window() -> None:
     """A folder's order: 1,000 classes of 1,300 images one after the other."""
     n, window = 1_300_000, 16_384
