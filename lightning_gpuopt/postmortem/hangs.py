@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import SAVES, STARTS, VALIDATES, WAITS, FlightRecord
 from lightning_gpuopt.postmortem.record import Process
-from lightning_gpuopt.postmortem.stacks import Frame, collective_of, fetches, frame_of, main_thread, own_frame
+from lightning_gpuopt.postmortem.stacks import Frame, collective_of, fetches, frame_of, loads, main_thread, own_frame
 from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of
 from lightning_gpuopt.postmortem.wording import clock, key, name_of
 from lightning_gpuopt.postmortem.wording import ranks as ranks_in_words
@@ -130,7 +130,7 @@ def _error_of(worker: FlightRecord) -> Mapping[str, Any] | None:
 def _is_in_own_code(rank: _Rank) -> bool:
     """Whether the loader has called code of the user's in the training process, as a sampler's."""
     frame = own_frame(rank.frames)
-    loader = next((at for at, each in enumerate(rank.frames) if "/torch/utils/data/" in each.file), None)
+    loader = next((at for at, each in enumerate(rank.frames) if loads(each)), None)
     return frame is not None and frame.own and loader is not None and rank.frames.index(frame) < loader
 
 

@@ -40,6 +40,8 @@ COLLECTIVES: Final = frozenset(
     )
 )
 
+_LOADERS: Final = ("/torch/utils/data/", "/lightning_gpuopt/loading/")
+
 
 @dataclass(frozen=True, slots=True)
 class Frame:
@@ -143,7 +145,9 @@ def collective_of(frames: list[Frame], several: bool) -> str:
 
 def fetches(frames: list[Frame]) -> bool:
     """Whether a thread waits for a batch of a DataLoader's workers."""
-    return any(
-        frame.file.replace(os.sep, "/").endswith("/torch/utils/data/dataloader.py") and "_get_data" in frame.name
-        for frame in frames
-    )
+    return any(loads(frame) and "_get_data" in frame.name for frame in frames)
+
+
+def loads(frame: Frame) -> bool:
+    """Whether a frame is a DataLoader's, torch's or this package's."""
+    return any(folder in frame.file.replace(os.sep, "/") for folder in _LOADERS)

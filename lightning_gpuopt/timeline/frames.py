@@ -157,9 +157,9 @@ def raw_frames(innermost: FrameType | None) -> tuple[RawFrame, ...]:
 
 def is_in_loader(innermost: FrameType | None) -> bool:
     """Whether a thread is in a DataLoader: it waits for a batch, or makes one."""
-    frames = () if innermost is None else outwards(innermost)
-    loop = next((each.f_code.co_filename for each in frames if is_loop(each.f_code.co_filename)), "")
-    return loop.startswith(library_folders()["torch"])
+    files = (frame.f_code.co_filename for frame in (() if innermost is None else outwards(innermost)))
+    loop = next((file for file in files if is_loop(file) or _is_in(file, "lightning_gpuopt", ("loading/",))), "")
+    return loop.startswith(tuple(library_folders()[name] for name in ("torch", "lightning_gpuopt")))
 
 
 def is_pythons(file: str) -> bool:

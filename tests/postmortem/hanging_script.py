@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_gpuopt import StallDetector
+from lightning_gpuopt import SampleLoader, StallDetector
 
 KIND, FOLDER = sys.argv[1], sys.argv[2]
 HANG_TIMEOUT_S = 2.0
@@ -65,6 +65,7 @@ class Data(Dataset):
 
     def __getitem__(self, index):
         hang("data", index)
+        hang("samples", index)
         return torch.ones(4)
 
 
@@ -119,4 +120,6 @@ if __name__ == "__main__":
         **ranks,
     )
     loader = DataLoader(Data(), 4, num_workers=2 if PLACE == "data" else 0)
+    if PLACE == "samples":
+        loader = SampleLoader(Data(), 4, num_workers=1)
     trainer.fit(Model(), loader, DataLoader(Data(), 4) if PLACE == "validation" else None)

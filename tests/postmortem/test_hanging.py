@@ -29,6 +29,7 @@ HANGS = {
     "step-loop": (0, None, None, "loop (hanging_script.py:"),
     "step-pipe": (0, None, None, "fill_a_pipe (hanging_script.py:"),
     "data-sleep": (0, 1, 12, "fall_asleep (hanging_script.py:"),
+    "samples-lock": (0, 0, 12, "take_the_lock (hanging_script.py:"),
     "rank1-sleep": (1, None, None, "fall_asleep (hanging_script.py:"),
     "hook-sleep": (0, None, None, "fall_asleep (hanging_script.py:"),
     "logger-lock": (0, None, None, "take_the_lock (hanging_script.py:"),

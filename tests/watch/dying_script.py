@@ -16,7 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_gpuopt import LMDBDataModule
+from lightning_gpuopt import LMDBDataModule, SampleLoader
 
 CASE, WORKERS = sys.argv[1], int(sys.argv[2])
 HELD = threading.Lock()
@@ -148,8 +148,10 @@ if __name__ == "__main__":
         **ranks,
     )
     loader = DataLoader(Stream() if CASE == "uneven" else Data(), 4, num_workers=WORKERS)
-    if CASE.endswith("-ours"):
+    if CASE.endswith("-module"):
         loader = LMDBDataModule(Data(), batch_size=4, num_workers=WORKERS)
+    if CASE.endswith("-samples"):
+        loader = SampleLoader(Data(), 4, num_workers=WORKERS)
     if CASE == "before-raise":
         break_out()
     if CASE.startswith("test-") or CASE.endswith("-test"):

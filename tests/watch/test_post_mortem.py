@@ -92,20 +92,21 @@ def test_what_ended_it(death, tmp_path):
 
 
 LOADER_DEATHS = {
-    "killed": ("kill", "killed", "Data.__getitem__ (dying_script.py:"),
-    "crashed": ("crash", "segfault", "dying_script.py:"),
-    "aborted": ("abort", "aborted", "__getitem__ (dying_script.py:"),
-    "quit": ("quit", "exited", "Data.__getitem__ (dying_script.py:"),
-    "exit": ("exit", "exited", "<lambda> (dying_script.py:"),
-    "raised": ("raise", "exception", "break_out (dying_script.py:"),
-    "bus": ("bus", "bus_error", "read_beyond_the_end (dying_script.py:"),
+    "killed": ("kill-samples", "killed", "Data.__getitem__ (dying_script.py:"),
+    "killed-of-a-module": ("kill-module", "killed", "Data.__getitem__ (dying_script.py:"),
+    "crashed": ("crash-samples", "segfault", "dying_script.py:"),
+    "aborted": ("abort-module", "aborted", "__getitem__ (dying_script.py:"),
+    "quit": ("quit-samples", "exited", "Data.__getitem__ (dying_script.py:"),
+    "exit": ("exit-module", "exited", "<lambda> (dying_script.py:"),
+    "raised": ("raise-samples", "exception", "break_out (dying_script.py:"),
+    "bus": ("bus-samples", "bus_error", "read_beyond_the_end (dying_script.py:"),
 }
 
 
 @pytest.mark.parametrize("death", LOADER_DEATHS.values(), ids=LOADER_DEATHS)
-def test_what_ended_a_loader_process_of_a_data_module(death, tmp_path):
+def test_what_ended_a_process_that_loads_samples(death, tmp_path):
     case, ended, where = death
-    process, folder = watch(tmp_path, f"data-{case}-ours", 2)
+    process, folder = watch(tmp_path, f"data-{case}", 2)
     assert process.returncode == 1, process.stderr
     found = json.loads((folder / "post-mortem.json").read_text())
     assert (found["ended"], found["process"]["rank"], found["index"]) == (ended, 0, 101), found

@@ -151,10 +151,7 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
         engine = self._engine
         if self._is_over or engine is None:
             raise StopIteration
-        try:
-            batch, error = self._batches.get(timeout=self._timeout or None)
-        except queue.Empty:
-            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
+        batch, error = self._get_data()
         if error is None:
             self._taken(engine)
             return batch
@@ -168,6 +165,12 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
             raise_here(error)
         finally:
             del error  # which would hold this frame, and with it the processes
+
+    def _get_data(self) -> tuple[Any, Any]:  # under torch's name, by which stacks are read
+        try:
+            return self._batches.get(timeout=self._timeout or None)
+        except queue.Empty:
+            raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
 
     def _taken(self, engine: Engine) -> None:
         engine.take()
