@@ -10,13 +10,14 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_gpuopt.objects.classes import NOTED
 from lightning_gpuopt.objects.dataset_state import DatasetState, UnshareableObject
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replaced_method import identity
 
 # for each changed loader: the user's number of workers, and the number set here; by identity: it need not be hashable
 _own: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_START = "_gpuopt_start"
+_START = NOTED
 
 
 def own_workers(loader: DataLoader[Any]) -> int:
