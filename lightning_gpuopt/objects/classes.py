@@ -43,6 +43,8 @@ _OPENED: Final = (  # of closed packages, what holds data, or what is the user's
     *("torch.utils.data.", "torch.nn.", "torch.distributions.", "torch.optim.lr_scheduler."),
     *(f"lightning_gpuopt.{room}." for room in ("storage", "loading", "images", "dali", "datamodules")),
 )
+# what a loader holds of ours: an earlier state, to which a collate_fn that is the loader's own method leads
+NOTED: Final = "_gpuopt_start"
 # modules whose objects hold no position that processes could move for one another, though some cannot be pickled
 _FORK_SAFE: Final = (*SHARED_ON_PURPOSE, "torch", "numpy", "pyarrow", "pandas", "_ctypes", "lightning_gpuopt")
 _PICKLES_ITS_WAY: Final = ("__reduce__", "__reduce_ex__", "__getnewargs__", "__getnewargs_ex__")
@@ -215,8 +217,10 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """What an object of a class in Python holds, by name, without what is computed once; None for others."""
     facts, held = facts_of(type(value)), dict_of(value)
     if not facts.slots and (held is None or facts.cached.isdisjoint(held)):
-        return None if held is None else held.copy()
-    found = {name: item for name, item in (held or {}).items() if name not in facts.cached}
+        found = None if held is None else held.copy()
+        (found or {}).pop(NOTED, None)
+        return found
+    found = {name: item for name, item in (held or {}).items() if name not in facts.cached and name != NOTED}
     for name, slot in facts.slots:
         try:
             found[name] = slot.__get__(value)

@@ -10,13 +10,13 @@ import torch.multiprocessing
 from torch.utils.data import DataLoader
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_gpuopt.objects.classes import NOTED
 from lightning_gpuopt.objects.dataset_state import DatasetState, UnshareableObject
 from lightning_gpuopt.timeline.worker_clock import TimedCollate
 from lightning_gpuopt.utils.replaced_method import identity
 
 # for each changed loader: the user's number of workers, and the number set here; by identity: it need not be hashable
 _own: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_START = "_gpuopt_start"
 
 
 def own_workers(loader: DataLoader[Any]) -> int:
@@ -96,16 +96,16 @@ class ForkSnapshot:
 
     @staticmethod
     def of(loader: DataLoader[Any]) -> ForkSnapshot | None:
-        start: ForkSnapshot | None = vars(loader).get(_START)
+        start: ForkSnapshot | None = vars(loader).get(NOTED)
         return start
 
     @staticmethod
     def forget(loader: DataLoader[Any]) -> None:
-        vars(loader).pop(_START, None)
+        vars(loader).pop(NOTED, None)
 
     def note(self, loader: DataLoader[Any]) -> None:
         """Have the loader hold this, until it starts others."""
-        vars(loader)[_START] = self
+        vars(loader)[NOTED] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return identity, (None,)  # a copy of the loader has started no workers

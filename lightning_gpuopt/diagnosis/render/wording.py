@@ -211,7 +211,9 @@ def measured_part(report: RunRecord) -> str:
         return ""
     if report.measured_steps >= report.steps:
         return f"the steps alone {took_s:.1f} s"
-    return f"the last {'' if report.measured_steps == 1 else f'{report.measured_steps} '}in {took_s:.1f} s"
+    between_s = sum(report.phases.get(phase, 0.0) for phase in BETWEEN_STEPS)
+    how = "alone" if between_s > _ADDS_UP * report.wall_s else "in"
+    return f"the last {'' if report.measured_steps == 1 else f'{report.measured_steps} '}{how} {took_s:.1f} s"
 
 
 def standstill_line(report: RunRecord) -> str | None:

@@ -39,6 +39,11 @@ def test_the_headline_says_which_steps_it_is_of_where_they_are_not_the_run(
     assert (f"Time of a step ({part})" in render_html(report)) == bool(part)
 
 
+def test_the_headline_leaves_out_what_was_between_the_measured_steps() -> None:
+    report = replace(before(), measured_steps=95, step_s=0.05, phases=before().phases | {"checkpoint": 4.0})
+    assert "(100 steps in 10.0 s; the last 95 alone 4.8 s, 50.0 ms a step)" in render_text(report, 120)
+
+
 def test_the_report() -> None:
     assert [re.sub("─+", "─", line) for line in str(before()).splitlines()] == [  # older versions of rich draw one more
         "main_process_loading: num_workers=2: predicted 1.20x (1.10x to 1.30x), measured",
