@@ -174,9 +174,13 @@ def _replacement(cst: Any, target: Any, edit: Edit) -> Any:
 
 
 def _with_item(cst: Any, value: Any, item: Any) -> Any:
-    return value.with_changes(
-        elements=_appended(cst, list(value.elements), cst.Element(item), value.lbracket.whitespace_after)
-    )
+    elements, bracket = list(value.elements), value.rbracket
+    if elements and isinstance(elements[-1].comma, cst.Comma):  # what is behind a last comma belongs to the bracket
+        comma = elements[-1].comma.with_changes(whitespace_after=bracket.whitespace_before)
+        elements[-1] = elements[-1].with_changes(comma=comma)
+        bracket = bracket.with_changes(whitespace_before=cst.SimpleWhitespace(""))
+    added = _appended(cst, elements, cst.Element(item), value.lbracket.whitespace_after)
+    return value.with_changes(elements=added, rbracket=bracket)
 
 
 def _appended(cst: Any, items: list[Any], new: Any, lead: Any) -> list[Any]:
@@ -236,14 +240,17 @@ def _in_characters(lines: Sequence[str], where: Range) -> Range:
 
 def _spliced(data: bytes, edit: Edit) -> bytes:
     """YAML with another scalar; everything else is as it was."""
-    from yaml import safe_load  # type: ignore[import-untyped]
+    from yaml import YAMLError, safe_load  # type: ignore[import-untyped]
 
     lines = data.split(b"\n")
     line, where = lines[edit.range.line - 1], edit.range
     lines[where.line - 1] = line[: where.column] + edit.value.encode() + line[where.end_column :]
     result = b"\n".join(lines)
-    before, after = safe_load(data), safe_load(result)
-    if _differences(before, after) != 1:
+    try:
+        differences = _differences(safe_load(data), safe_load(result))
+    except YAMLError:
+        differences = 0
+    if differences != 1:
         raise Refusal(f"{edit.file}:{where.line} cannot be edited without changing more than this value")
     return result
 

@@ -337,7 +337,7 @@ class Places:
         file, cls = at.file, at.file.class_of(function)
         is_init = cls is not None and function.name == "__init__"
         calls: tuple[CallSite, ...] = ()
-        if at.calls and file.function_of(at.node) is function:
+        if at.calls and file.function_of(at.node) == function:
             calls = at.calls[1:]
             if not calls or not self._is_users(calls[0]):
                 by = Path(calls[0].file).name if calls else "something that was not seen"
@@ -565,7 +565,7 @@ def _first_of_tuple(file: SourceFile, node: ast.AST) -> ast.expr | None:
 
 
 def _is_gathered(bound: Binding) -> bool:
-    return bound.node is bound.scope.args.kwarg
+    return isinstance(bound.scope, FUNCTIONS) and bound.node is bound.scope.args.kwarg
 
 
 def _default(function: Any, name: str) -> tuple[Any, ...]:
