@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-COMMON: Final = '''\
+COMMON: Final = """\
 import json, os, torch
 import lightning.pytorch as pl
 from torch.utils.data import Dataset
@@ -40,7 +40,7 @@ class Model(pl.LightningModule):
 
     def on_fit_end(self):
         loader = self.trainer.train_dataloader
-        found = {"seen": self.seen, "losses": self.losses, "num_workers": loader.num_workers}
+        found = {"seen": self.seen, "losses": self.losses, "num_workers": vars(loader)["num_" + "workers"]}
         with open(os.environ["OUT"], "w") as file:
             json.dump(found, file)
 
@@ -52,7 +52,7 @@ QUIET = dict(accelerator="cpu", logger=False, enable_checkpointing=False, enable
 def fit(loader, **more):
     pl.seed_everything(0)
     pl.Trainer(**{**QUIET, **more}).fit(Model(), loader)
-'''
+"""
 
 HEAD: Final = "from torch.utils.data import DataLoader\nfrom common import *\n"
 MODULE: Final = """\
@@ -63,6 +63,13 @@ class DM(pl.LightningDataModule):
 
     def train_dataloader(self):
         return DataLoader(Data(), batch_size=4, shuffle=True, num_workers=self.num_workers)
+"""
+CLI: Final = """
+from lightning.pytorch.cli import LightningCLI
+
+pl.seed_everything(0)
+LightningCLI(Model, pl.LightningDataModule, subclass_mode_data=True, trainer_defaults=QUIET, save_config_callback=None,
+             seed_everything_default=0)
 """
 ARGUMENTS: Final = (
     "import argparse\nparser = argparse.ArgumentParser()\n"
@@ -247,6 +254,13 @@ SCRIPTS: Final[dict[str, Script]] = {
         ("workers: 2  # processes",),
         files={"config.yaml": "data:\n  workers: 0  # processes\n  size: 4\n"},
     ),
+    "lightning_cli_configuration": Script(
+        "import module\n" + CLI, ("num_workers: 2",), arguments=("fit", "--config", "run.yaml"),
+        files={"run.yaml": "data:\n  class_path: __main__.DM\n  init_args:\n    num_workers: 0\n".replace("__main__", "module"),
+               "module.py": HEAD + MODULE},
+    ),
+    "lightning_cli": _trap(MODULE + CLI, "add --data.num_workers 2", arguments=("fit", "--data=DM")),
+    "lightning_cli_given": _trap(MODULE + CLI, "give --data.num_workers 2", arguments=("fit", "--data=DM", "--data.num_workers=0")),
     # ---- traps: what stands there is right, and hard to edit ----
     "crlf": _trap((HEAD + "fit(DataLoader(\n    Data(),\n    batch_size=4,\n))\n").replace("\n", "\r\n").encode(), added=("num_workers=2,",)),
     "tabs": _trap("def main():\n\tfit(DataLoader(\n\t\tData(),\n\t\tbatch_size=4,\n\t))\n\nmain()\n", added=("num_workers=2,",)),
@@ -262,6 +276,10 @@ SCRIPTS: Final[dict[str, Script]] = {
                        "pl.Trainer(**QUIET).fit(Model(), train, val)\n",
                        added=("train, val = DataLoader(Data(), num_workers=2), DataLoader(Data())",)),
     # ---- traps: an edit would be wrong ----
+    "one_call_for_two_of_one_dataset": _trap(
+        "data = Data()\ntrain, val = [DataLoader(data) for _ in range(2)]\npl.seed_everything(0)\n"
+        "pl.Trainer(**QUIET).fit(Model(), train, val)\n", "has made other loaders",
+    ),
     "one_call_for_two": _trap("train, val = [DataLoader(data) for data in (Data(), Data())]\npl.seed_everything(0)\n"
                               "pl.Trainer(**QUIET).fit(Model(), train, val)\n", "has made other loaders"),
     "shared_constant": _trap("N = 0\ntrain = DataLoader(Data(), num_workers=N)\nval = DataLoader(Data(), num_workers=N)\n"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import runpy
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from evaluation.patch.catalogue import COMMON, HEAD, Script
 from lightning_gpuopt.cli.patch import make_patch
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.report import StallReport
-from lightning_gpuopt.watch.shared_notes import Watch
+from lightning_gpuopt.watch.shared_notes import PYTHON_PATH, VARIABLE, Watch
 
 WORKERS = 2
 
@@ -91,18 +94,36 @@ def _keep(report: Path, before: int) -> None:
 
 
 def _run(script: Script, folder: Path, environment: dict[str, str]) -> Any:
-    """What the script has trained with; a string if it failed."""
-    out = folder / "out.json"
+    """What the script has trained with, in a fork of this process, which has imported all; a string if it failed."""
+    out, log = folder / "out.json", folder / "log.txt"
     out.unlink(missing_ok=True)
-    ours = {"OUT": str(out), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
-        [sys.executable, "train.py", *script.arguments],
-        cwd=folder / "tree",
-        env={**environment, **ours, **script.environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode or not out.exists():
-        return done.stderr[-300:]
-    return json.loads(out.read_text())
+    pid = os.fork()
+    if not pid:
+        try:
+            ours = {"OUT": str(out), "PYTHONDONTWRITEBYTECODE": "1"}
+            _be_the_script(script, folder / "tree", log, {**environment, **ours, **script.environment})
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    return json.loads(out.read_text()) if out.exists() else log.read_text()[-2400:]
+
+
+def _be_the_script(script: Script, tree: Path, log: Path, environment: dict[str, str]) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(tree)
+    sys.dont_write_bytecode = True
+    for name in [each for each in sys.modules if each.partition(".")[0] == "evaluation"]:
+        del sys.modules[name]  # none of the script's files
+    sys.argv = ["train.py", *script.arguments]
+    sys.path[0] = str(tree)
+    if VARIABLE in environment:  # what torch does when it is imported
+        sys.path.append(str(PYTHON_PATH))
+        importlib.import_module("lightning_gpuopt_watch").note_loaders()
+    runpy.run_path(str(tree / "train.py"), run_name="__main__")

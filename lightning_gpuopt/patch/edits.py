@@ -94,7 +94,7 @@ def all_edited(data: bytes, edits: Sequence[Edit]) -> bytes:
         for node in (() if any(each.is_yaml for each in edits) else ast.walk(ast.parse(data)))
         if isinstance(node, ast.Call)
     }
-    inside = sorted({each for each in edits if not each.imports}, key=lambda each: _place(each), reverse=True)
+    inside = sorted(dict.fromkeys(each for each in edits if not each.imports), key=_place, reverse=True)
     for edit in inside:
         if edit.keyword or edit.renames:  # its end has moved, if another edit is in the same call
             calls = [node for node in ast.walk(ast.parse(data)) if isinstance(node, ast.Call)]

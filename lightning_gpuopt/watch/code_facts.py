@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -92,6 +92,7 @@ class CodeWatch:
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self._training: list[Made] = []
+        self._others: list[Made] = []
         self._windows_s: list[float] = []
         self._made = _trainer_made(trainer)
         self._tried = tried
@@ -100,8 +101,12 @@ class CodeWatch:
 
     def loader_seen(self, seen: SeenLoader) -> None:
         """A loader was made ready for training, or for another loop."""
-        if seen.is_training and seen.inner is not None:
-            self._training.append(_made_of(seen.inner))
+        if seen.inner is not None:
+            made = _made_of(seen.inner)
+            if seen.is_training:
+                self._training.append(made)
+            else:  # another loader, whichever dataset it has
+                self._others.append(replace(made, dataset=-1))
 
     def window_closed(self, window: Measurement, *_: Any) -> bool:
         """Keep a window that was measured with the loader as it was at first."""
@@ -132,7 +137,7 @@ class CodeWatch:
             cells=dict(_cells([*loaders, *self._training, *([self._made] if self._made is not None else [])])),
             variables=tuple(sorted(os.environ)),
             paths=tuple(os.path.abspath(each) for each in sys.path),
-            loaders=tuple(loaders),
+            loaders=(*loaders, *self._others),
             training=tuple(self._training),
             trainer=self._made,
             windows_s=tuple(self._windows_s),

@@ -100,6 +100,7 @@ def test_a_script_that_was_never_written_for_it(tmp_path):
     assert re.search(r"where: \d+ % Slow.__getitem__ \(train.py:", ours)
     assert reports(tmp_path) == [
         "command.txt",
+        "fit-1/code.json",
         "fit-1/report.html",
         "fit-1/report.json",
         "fit-1/stacks.speedscope.json",

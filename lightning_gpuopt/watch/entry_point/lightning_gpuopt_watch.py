@@ -107,6 +107,8 @@ def _calls(constructor: FrameType) -> list[dict[str, Any]]:
         wraps = any(code.co_name == name and code.co_filename.endswith(file) for name, file in _WRAPPERS)
         if not wraps and not (code.co_filename.startswith(_OURS) and code.co_name == "__init__"):
             found.append({"file": code.co_filename, "function": code.co_name, "line": frame.f_lineno, **_range(frame)})
+        if code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            break
         frame = frame.f_back
     return found
 
