@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +79,7 @@ def check(
         inside(each) if Path(each).is_absolute() and Path(each).resolve() in sources else each for each in command
     ]
     folder = inside(code.folder) if Path(code.folder).resolve().is_relative_to(tree) else code.folder
-    ended = subprocess.run(arguments, cwd=folder, env=environment, stdout=sys.stderr, check=False).returncode
+    ended = subprocess.run(arguments, cwd=folder, env=environment, stdout=2, check=False).returncode
     try:
         after = RunCode.from_json((report / fit / CODE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):
