@@ -177,6 +177,9 @@ def _edits(places: Places, sources: Sources, code: RunCode, setting: Setting) ->
         if setting.name == "device_prefetch":
             edit = places.added(code.trainer, "callbacks", "CudaPrefetcher()")
             return [edit, Edit(edit.file, Range(1, 0, 1, 0), "CudaPrefetcher", imports="lightning_gpuopt")]
+        now = code.trainer.values.get(setting.name)
+        if setting.name == "log_every_n_steps" and (now is None or now >= _LOG_EVERY):
+            raise Refusal(f"it is {now or _LOG_EVERY} already")
         return [places.setting(code.trainer, setting.name, setting.value)]
     if len(code.training) != 1:
         raise Refusal(

@@ -136,7 +136,7 @@ def test_a_check_without_a_gain_ends_with_1(tree, capsys):
     assert "Check: not proved: expected 4 windows before and 5 after" in capsys.readouterr().out
 
 
-@pytest.mark.matrix
+@pytest.mark.timed
 def test_what_autofix_keeps_is_patched_and_its_gain_is_there_again(tmp_path):
     fit, err = watched(tmp_path, 400, "--fix", "--patch")
     assert "\nproved: num_workers 1 → " in err

@@ -134,18 +134,42 @@ def test_a_value_is_followed_through_two_files(tmp_path):
         ("n, m = 0, 1\nDataLoader(x, num_workers=n)\n", (CALL,), "in a way that is not followed"),
         ("n = m = 0\nDataLoader(x, num_workers=n)\n", (CALL,), "in a way that is not followed"),
         ("make = lambda n: DataLoader(x, num_workers=n)\nmake(0)\n", (CALL, "make("), "a decorator or a lambda"),
-        ("class C:\n    @property\n    def n(self):\n        return 0\nDataLoader(x, num_workers=C().n)\n", (CALL,), "not written there"),
-        ("class C:\n    n = 0\nc = C()\nc.n = 0\nDataLoader(x, num_workers=c.n)\n", (CALL,), "`n` may be set at train.py:5"),
-        ("d = {'n': 0}\nfor k in d:\n    d[k] = 0\nDataLoader(x, num_workers=d['n'])\n", (CALL,), "may be changed at train.py:4"),
+        (
+            "class C:\n    @property\n    def n(self):\n        return 0\nDataLoader(x, num_workers=C().n)\n",
+            (CALL,),
+            "not written there",
+        ),
+        (
+            "class C:\n    n = 0\nc = C()\nc.n = 0\nDataLoader(x, num_workers=c.n)\n",
+            (CALL,),
+            "`n` may be set at train.py:5",
+        ),
+        (
+            "d = {'n': 0}\nfor k in d:\n    d[k] = 0\nDataLoader(x, num_workers=d['n'])\n",
+            (CALL,),
+            "may be changed at train.py:4",
+        ),
         ("d = {'n': 0, **e}\nDataLoader(x, num_workers=d['n'])\n", (CALL,), "as one key of its own"),
-        ("def make(n=0):\n    DataLoader(y, num_workers=n)\n    DataLoader(x, num_workers=n)\nmake()\n", ("DataLoader(x", "make("), "train.py:3"),
-        ("def make(n):\n    DataLoader(x, num_workers=n)\nother = make\nother(0)\n", (CALL, "other("), "nowhere by its name"),
+        (
+            "def make(n=0):\n    DataLoader(y, num_workers=n)\n    DataLoader(x, num_workers=n)\nmake()\n",
+            ("DataLoader(x", "make("),
+            "train.py:3",
+        ),
+        (
+            "def make(n):\n    DataLoader(x, num_workers=n)\nother = make\nother(0)\n",
+            (CALL, "other("),
+            "nowhere by its name",
+        ),
         ("def make(*a):\n    DataLoader(*a)\nmake(x)\n", (CALL, "make("), "come out of a \\*"),
-        ("args = p.parse_args(['--n', '0'])\nDataLoader(x, num_workers=args.n)\n", (CALL,), "given its arguments there"),
+        (
+            "args = p.parse_args(['--n', '0'])\nDataLoader(x, num_workers=args.n)\n",
+            (CALL,),
+            "given its arguments there",
+        ),
         ("args = p.parse_args()\nDataLoader(x, num_workers=args.n)\n", (CALL,), "declared nowhere"),
         ("from lib import N\nDataLoader(x, num_workers=N)\n", (CALL,), "imported from a library"),
     ],
-)  # fmt: skip
+)
 def test_what_could_be_another_place_is_refused(tmp_path, body, stack, said):
     code = code_of(tmp_path, {"train.py": HEAD + body}, stack)
     with pytest.raises(Refusal, match=said):
@@ -160,13 +184,9 @@ def test_a_call_that_made_another_loader_is_refused(tmp_path):
 
 
 def test_hydra_gets_its_command_line(tmp_path):
-    text = (
-        HEAD
-        + "import hydra\n@hydra.main(version_base=None)\ndef main(cfg):\n    DataLoader(x, num_workers=cfg.data.workers)\nmain()\n"
-    )
-    assert (
-        refusal_of(code_of(tmp_path, {"train.py": text}, (CALL, "main("))) == "add data.workers=4 to the command line"
-    )
+    body = "import hydra\n@hydra.main()\ndef main(cfg):\n    DataLoader(x, num_workers=cfg.data.workers)\nmain()\n"
+    code = code_of(tmp_path, {"train.py": HEAD + body}, (CALL, "main("))
+    assert refusal_of(code) == "add data.workers=4 to the command line"
 
 
 # ---- a report's settings ----
@@ -175,8 +195,8 @@ def test_hydra_gets_its_command_line(tmp_path):
 def record(
     *, changes: Sequence[Change] = (), findings: Sequence[Finding] = (), hints: Sequence[Hint] = ()
 ) -> RunRecord:
-    return RunRecord("unknown", 1.0, {}, list(findings), 100, measured_steps=80, changes=list(changes), hints=list(hints),
-                     environment={"torch": "2.9.0"})  # fmt: skip
+    known = {"changes": list(changes), "hints": list(hints), "environment": {"torch": "2.9.0"}}
+    return RunRecord("unknown", 1.0, {}, list(findings), 100, measured_steps=80, **known)  # type: ignore[arg-type]
 
 
 def kept(setting: str, to: Any = True) -> Change:
@@ -264,6 +284,13 @@ def test_the_engine_takes_the_loaders_place_where_the_order_stays(tmp_path):
     shuffled = code_of(tmp_path, {"train.py": text}, values={**VALUES, "num_workers": 2, "shuffle": True})
     [line] = patched(shuffled, record(changes=[kept("sample_parallel")])).lines
     assert "it changes the order of samples" in line
+
+
+def test_what_is_set_already_is_not_edited(tmp_path):
+    code = trainer_of(code_of(tmp_path, {"train.py": TRAINER}))
+    logs = Finding("logging", 0.3, {}, "")
+    [line] = patched(code, record(findings=[logs])).lines
+    assert line == "no edit: log_every_n_steps=50: it is 50 already"
 
 
 def test_a_number_is_logged_as_a_tensor(tmp_path):
