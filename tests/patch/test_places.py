@@ -130,6 +130,8 @@ def test_a_value_is_followed_through_two_files(tmp_path):
         ("import os\nN = 0\nglobals()['N'] = 0\nDataLoader(x, num_workers=N)\n", (CALL,), "may be set at train.py:4"),
         ("def f():\n    global N\n    N = 0\nN = 0\nDataLoader(x, num_workers=N)\n", (CALL,), "more than one place"),
         ("DataLoader(x, num_workers=N)\n", (CALL,), "is not assigned in that file"),
+        ("N = 0\nN = 0\nDataLoader(x, num_workers=N)\n", (CALL,), "more than one place: train.py:2, train.py:3"),
+        ("c = dict(n=0)\nsetattr(c, key, 0)\nDataLoader(x, num_workers=c.n)\n", (CALL,), "may be set at train.py:3"),
         ("for n in (0, 1):\n    DataLoader(x, num_workers=n)\n", (CALL,), "in a way that is not followed"),
         ("n, m = 0, 1\nDataLoader(x, num_workers=n)\n", (CALL,), "in a way that is not followed"),
         ("n = m = 0\nDataLoader(x, num_workers=n)\n", (CALL,), "in a way that is not followed"),
