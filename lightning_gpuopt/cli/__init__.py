@@ -21,7 +21,7 @@ from lightning_gpuopt.cli._parser import INTERRUPTED, PROBLEM_FOUND, Parser, Usa
 
 __all__ = ["COMMANDS", "main"]
 
-COMMANDS = ("demo", "doctor", "find-workers", "lmdb", "post-mortem", "report", "watch", "what-if")
+COMMANDS = ("demo", "doctor", "find-workers", "lmdb", "patch", "post-mortem", "report", "watch", "what-if")
 
 WRONG_USAGE = 2
 

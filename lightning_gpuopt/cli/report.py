@@ -104,7 +104,7 @@ def load_report(name: str) -> StallReport:
     from lightning_gpuopt.diagnosis.report import StallReport
 
     try:
-        return StallReport.from_json(_file(Path(name)).read_text(encoding="utf-8"))
+        return StallReport.from_json(report_file(name).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(
             f"expected a report.json, got {name}: {error.strerror}; StallDetector leaves one in its report_dir"
@@ -113,7 +113,9 @@ def load_report(name: str) -> StallReport:
         raise UsageError(f"{name}: {error}; give a report.json that StallDetector wrote") from error
 
 
-def _file(path: Path) -> Path:
+def report_file(name: str) -> Path:
+    """The file of a report: itself, or the last one in a folder; UsageError if none is in that."""
+    path = Path(name)
     if not path.is_dir():
         return path
     for place in _PLACES:

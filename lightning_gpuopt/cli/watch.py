@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SUMMARY = "run an unchanged training script, measure it, and print why the GPU waits"
 
-USAGE: Final = "lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ..."
+USAGE: Final = "lightning-gpuopt watch [--fix [--exact] | --ceiling] [--patch] [--report-dir DIR] -- COMMAND ..."
 
 TAKES_COMMAND: Final = True  # what stands behind ``--`` is no argument of ours
 DEFAULT_FOLDER: Final = "./gpuopt"
@@ -44,6 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         action="store_true",
         help="measure how much a faster loader could gain: batches come from memory, then the script is ended",
     )
+    add("--patch", action="store_true", help="write what was kept as a diff of the script, fix.patch in its folder")
     add(
         "--report-dir",
         type=str,
@@ -64,6 +65,12 @@ def run(options: Namespace, command: Sequence[str]) -> int:
             "--ceiling: expected no --fix with it, got both: the loader is measured unchanged; run watch --ceiling "
             "first, and watch --fix after it"
         )
+    if options.patch and options.ceiling:
+        raise UsageError("--patch: expected no --ceiling with it, got both: a ceiling changes nothing; leave one out")
+    if options.patch:
+        from lightning_gpuopt.patch.edits import library
+
+        library()  # known before the run, not after it
     watch = _begin(Path(options.report_dir).absolute(), command, options)
     if options.ceiling:
         _print(NOT_PREVENTED)
@@ -75,6 +82,8 @@ def run(options: Namespace, command: Sequence[str]) -> int:
             code = run_child(command, flight.environment(watch.environment(os.environ)), mask, flight)
             why = _why_it_ended(flight, code, ended_by_us=options.ceiling)
             _print_end(watch, list(command), code, options.report_dir, why)
+            if options.patch:
+                _print_patches(Path(watch.folder))
             watch.end()
     except OSError as error:
         flight.close()
@@ -128,6 +137,23 @@ def _print_end(watch: Watch, command: list[str], code: int, report_dir: str, die
         text = f"lightning-gpuopt watch: the reports in {watch.folder} cannot be shown: {type(error).__name__}: {error}"
         text = f"{died}\n{text}" if died else text
     _print(text)
+
+
+def _print_patches(folder: Path) -> None:
+    """The patch of each fit, in its folder."""
+    from lightning_gpuopt.cli.patch import make_patch, write_patch
+
+    for report in sorted(folder.glob("fit-*/report.json")):
+        try:
+            patch = make_patch(report)
+            if patch.text:
+                write_patch(report.with_name("fix.patch"), patch)
+        except Exception as error:  # the command's exit code counts for more
+            _print(f"{report.parent.name}: no patch: {error}")
+            continue
+        cells = [f"The notebook's cell {name}:\n{text}" for name, text in patch.cells.items()]
+        end = [f"Patch: {report.with_name('fix.patch')}"] if patch.text else ["No patch: nothing can be edited."]
+        _print("\n".join([*patch.lines, *cells, *end]))
 
 
 def _print(text: str) -> None:

@@ -192,6 +192,31 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """An edit of the user's code, or of a configuration, that brings a setting from the start.
+
+    Attributes:
+        kind: the setting.
+        file: the file's path; empty if there is no edit.
+        line: the edit's first line; 0 if there is no edit.
+        before: the lines that it replaces.
+        after: the lines that it puts there.
+        proved: whether the setting was kept with a proven gain.
+        changes: what else it changes: ``"nothing"``, ``"order"`` of samples, or ``"results"``: what is learned.
+        why: why there is no edit, and what brings the setting instead; empty if there is one.
+    """
+
+    kind: str
+    file: str = ""
+    line: int = 0
+    before: str = ""
+    after: str = ""
+    proved: bool = False
+    changes: Literal["nothing", "order", "results"] = "nothing"
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class RunRecord:
     """Where the time of a run went, and why.
 
@@ -224,6 +249,7 @@ class RunRecord:
     kernel_summary: dict[str, float] = field(default_factory=dict)
     idle_shares: dict[str, float] = field(default_factory=dict)
     risks: list[Risk] = field(default_factory=list)
+    remedies: list[Remedy] = field(default_factory=list)
 
     @property
     def measured(self) -> Stretch:

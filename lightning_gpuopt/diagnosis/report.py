@@ -11,7 +11,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from lightning_gpuopt.diagnosis.record import Finding, HotSpots, Proof, Risk, RunRecord, Stretch
+from lightning_gpuopt.diagnosis.record import Finding, HotSpots, Proof, Remedy, Risk, RunRecord, Stretch
 from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
 from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.utils.whole_file import write_whole
@@ -59,6 +59,7 @@ class StallReport(RunRecord):
         idle_shares: share of time, 0-1, in which the GPU was idle, by source: ``"events"``, ``"host"``, ``"records"``,
             ``"nvml"``; sources without a value are absent.
         risks: problems that are likely to end or block the run later, as far as detected.
+        remedies: the edits that ``lightning-gpuopt patch`` has found for it; empty before that.
 
     Example::
 
@@ -83,6 +84,14 @@ class StallReport(RunRecord):
             proofs: of an earlier run's advice.
         """
         return replace(self, proofs=[*self.proofs, *proofs])
+
+    def with_remedies(self, remedies: list[Remedy]) -> StallReport:
+        """The same report with the edits that bring its settings.
+
+        Args:
+            remedies: all of them; those that it has are replaced.
+        """
+        return replace(self, remedies=remedies)
 
     @classmethod
     def from_json(cls, text: str) -> StallReport:

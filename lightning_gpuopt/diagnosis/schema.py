@@ -82,6 +82,11 @@ _STRETCH: Final = _object(
 )
 _HINT: Final = _object(_each("name text setting", _TEXT) | {"evidence": _map(_NUMBER)})
 _RISK: Final = _object(_each("risk text advice", _TEXT) | {"evidence": _map({"type": ["number", "string"]})})
+_REMEDY: Final = _object(
+    {"kind": _TEXT, "proved": _FLAG, "changes": {"enum": ["nothing", "order", "results"], "type": "string"}}
+    | _each("file before after why", _TEXT)
+    | {"line": _COUNT}
+)
 
 REPORT_SCHEMA: Final[_Schema] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -116,6 +121,7 @@ REPORT_SCHEMA: Final[_Schema] = {
             "kernel_summary": _map(_NUMBER),
             "idle_shares": _map(_SHARE),
             "risks": _list(_RISK),
+            "remedies": _list(_REMEDY),
         },
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, NoReturn
@@ -15,6 +16,7 @@ from lightning_gpuopt.callbacks.gpu_util_monitor import GpuUtilMonitor
 from lightning_gpuopt.callbacks.stall_detector import StallDetector
 from lightning_gpuopt.compat.dry_run import leave_no_traces, never_start_loggers, trainer_being_made, waits_for_results
 from lightning_gpuopt.compat.lightning import (
+    STEP_OUTPUT,
     Callback,
     LightningModule,
     MisconfigurationException,
@@ -23,12 +25,14 @@ from lightning_gpuopt.compat.lightning import (
     hold_messages,
 )
 from lightning_gpuopt.diagnosis.report import StallReport
+from lightning_gpuopt.loaders.registry import LoaderRegistry
 from lightning_gpuopt.recorder.after_fit import watch_this_process
 from lightning_gpuopt.utils.added_callbacks import AddedCallbacks
 from lightning_gpuopt.utils.callback_base import CallbackBase, Guard
 from lightning_gpuopt.utils.whole_file import write_whole
 from lightning_gpuopt.watch.ceiling import CEILING_FILE, Ceiling
 from lightning_gpuopt.watch.ceiling_run import CeilingRun, HookClock, as_json
+from lightning_gpuopt.watch.code_facts import CODE_FILE, CodeWatch
 from lightning_gpuopt.watch.shared_notes import Watch
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,10 @@ _REFUSED: Final = (
     "expected a strategy under which this process can end inside fit(), but another process waits for its result "
     "(ddp_spawn); use strategy='ddp', or one device"
 )
+
+
+def _nothing() -> None:
+    """There is nothing to undo."""
 
 
 class QuietMonitor(GpuUtilMonitor):
@@ -92,6 +100,9 @@ class WatchedRun(CallbackBase):
         self._ceiling: CeilingRun | None = None
         self._of_loader: StallReport | None = None
         self._messages: list[str] = []
+        self._code: CodeWatch | None = None
+        self._unsubscribe: Callable[[], None] = _nothing
+        self._steps = 0
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,15 +167,19 @@ class WatchedRun(CallbackBase):
             if self._watch.ceiling:
                 parts.append(before := HookClock())
             own = QuietDetector(
-                window_size=WINDOW_SIZE if self._watch.fix or self._watch.ceiling else 50,
+                window_size=WINDOW_SIZE if self._watch.fix or self._watch.ceiling or self._watch.steps else 50,
                 on_stall="ignore",
                 report_dir=folder,
                 print_report=False,
                 profile="off" if self._watch.ceiling else "auto",  # a look would slow down what is measured
             )
             parts.append(own)
-        if self._watch.fix and not any(isinstance(each, AutoFix) for each in callbacks):
-            parts.append(AutoFix(exact=self._watch.exact))
+        autofix = next((each for each in callbacks if isinstance(each, AutoFix)), None)
+        if self._watch.fix and autofix is None:
+            autofix = AutoFix(exact=self._watch.exact)
+            parts.append(autofix)
+        if self._folder is not None and not self._watch.ceiling:
+            self._watch_code(trainer, own, autofix)
         self._monitor, self._detector = monitor, own
         if self._watch.ceiling:
             self._ceiling = CeilingRun(
@@ -172,6 +187,21 @@ class WatchedRun(CallbackBase):
             )
             parts.append(self._ceiling)
         self._parts.add(trainer, self, parts)
+
+    def _watch_code(self, trainer: Trainer, detector: StallDetector, autofix: AutoFix | None) -> None:
+        """Note where the loaders were made, for a patch."""
+        self._code = CodeWatch(trainer, lambda: autofix.changes if autofix is not None else [])
+        self._unsubscribe = LoaderRegistry.of(trainer).subscribe(self._code, trainer)
+        detector.add_listener(self._code)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """End a run that is compared with another after as many steps."""
+        self._steps += 1
+        if self._watch.steps and self._steps >= self._watch.steps:
+            trainer.should_stop = True
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -194,6 +224,9 @@ class WatchedRun(CallbackBase):
                 detector.report.save_json(folder / "report.json")
         elif folder is not None and self._of_loader is not None:  # the detector's own has other batches in it
             self._of_loader.save_json(folder / "report.json")
+        if folder is not None and self._code is not None and detector is not None and detector.report.steps:
+            with suppress(OSError):
+                write_whole(folder / CODE_FILE, self._code.facts().to_json())
         self._note_end()
 
     def _note_end(self) -> None:
@@ -232,13 +265,19 @@ class WatchedRun(CallbackBase):
 
     @override
     def _at_rest(self) -> dict[str, Any]:
-        return dict.fromkeys(("_folder", "_monitor", "_detector", "_ceiling", "_of_loader")) | {
+        return dict.fromkeys(("_folder", "_monitor", "_detector", "_ceiling", "_of_loader", "_code")) | {
             "_parts": AddedCallbacks(),
             "_messages": [],
+            "_unsubscribe": _nothing,
         }
 
     def _leave(self) -> None:
         """Do nothing more. The added callbacks stay in the Trainer: Lightning may be iterating over its list."""
+        code, self._code = self._code, None
+        if code is not None and self._detector is not None:
+            self._detector.remove_listener(code)
+        self._unsubscribe()
+        self._unsubscribe, self._steps = _nothing, 0
         self._folder = self._monitor = self._detector = self._ceiling = self._of_loader = None
 
     @override

@@ -31,6 +31,7 @@ class Watch:
     fix: bool = False  # AutoFix acts on what is found while training runs
     exact: bool = False  # it leaves alone workers that were not shown to draw no random numbers
     ceiling: bool = False  # it is measured what data can bring at most
+    steps: int = 0  # a patched run is compared: after so many steps training stops; 0 does not compare
 
     def environment(self, before: Mapping[str, str]) -> dict[str, str]:
         """The environment of the watched command; the ``PYTHONPATH`` that there is keeps its precedence."""

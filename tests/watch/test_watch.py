@@ -100,6 +100,7 @@ def test_a_script_that_was_never_written_for_it(tmp_path):
     assert re.search(r"where: \d+ % Slow.__getitem__ \(train.py:", ours)
     assert reports(tmp_path) == [
         "command.txt",
+        "fit-1/code.json",
         "fit-1/report.html",
         "fit-1/report.json",
         "fit-1/stacks.speedscope.json",
@@ -304,7 +305,8 @@ def test_wrong_usage(tmp_path, monkeypatch, capsys):
     assert main(["watch", "python", "train.py"]) == 2
     assert capsys.readouterr().err == (
         "error: unrecognized arguments: python train.py; see 'lightning-gpuopt watch --help'; the command to run goes "
-        "after --: lightning-gpuopt watch [--fix [--exact] | --ceiling] [--report-dir DIR] -- COMMAND ...\n"
+        "after --: lightning-gpuopt watch [--fix [--exact] | --ceiling] [--patch] [--report-dir DIR] -- COMMAND "
+        "...\n"
     )
     assert main(["watch", "--", "no-such-program"]) == 2
     assert capsys.readouterr().err == (
@@ -410,6 +412,7 @@ def test_the_users_python_path_comes_first():
         "fix": False,
         "exact": False,
         "ceiling": False,
+        "steps": 0,
     }
 
 

@@ -1,0 +1,593 @@
+"""Where a setting is written: from the call that was seen, hop by hop, to the literal; which must have its value.
+
+A literal that is not what the run has used, a value that something else reads as well, or a hop that could mean two
+places raises :class:`Refusal`: no patch is better than a wrong one.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from lightning_gpuopt.patch import declared
+from lightning_gpuopt.patch.sources import (
+    FUNCTIONS,
+    Binding,
+    Edit,
+    Range,
+    Refusal,
+    SourceFile,
+    Sources,
+    key_of,
+    last_name,
+    literal_of,
+    parameters,
+    shortened,
+)
+from lightning_gpuopt.watch.code_facts import CallSite, Made, RunCode
+
+# positional parameters of torch's DataLoader (2.4 to 2.13); Lightning's Trainer has none
+_POSITIONAL: Final = (
+    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
+    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
+)
+# what an argument is that nobody gives; a loader without workers has no prefetch_factor, one with them 2
+_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
+    "num_workers": (0,), "prefetch_factor": (None, 2), "pin_memory": (False,), "persistent_workers": (False,),
+    "batch_size": (1, None), "drop_last": (False,), "timeout": (0,), "shuffle": (None, False),
+    "accelerator": ("auto",), "strategy": ("auto",), "precision": (None,), "benchmark": (None,),
+    "log_every_n_steps": (None, 50),
+}  # fmt: skip
+_TRANSPARENT: Final = ("staticmethod", "classmethod", "override", "property", "no_grad", "inference_mode")
+_MAX_HOPS: Final = 40
+
+
+@dataclass(frozen=True)
+class _At:
+    """An expression, and the calls under way when it was evaluated, its own first; empty if that is not known."""
+
+    file: SourceFile
+    node: Any
+    calls: tuple[CallSite, ...] = ()
+
+
+class _Missing(Exception):
+    """A dict has no such key."""
+
+
+class _NoCall(Exception):
+    """A class is made by LightningCLI."""
+
+
+class Places:
+    """Finds the places of one run."""
+
+    def __init__(self, code: RunCode, sources: Sources) -> None:
+        self._code, self._sources = code, sources
+        self._begin("", None, None)
+
+    def _begin(self, name: str, now: Any, value: Any) -> None:
+        self._name, self._now, self._value = name, now, value
+        self._is_text = False  # the literal may be a string that int() reads
+        self._followed: set[ast.AST] = set()  # the reads on the way
+        self._other_reads: list[tuple[SourceFile, ast.AST]] = []  # who else reads what was followed
+        self._passed: list[CallSite] = []  # the calls through which the value has come
+        self._hops = 0
+
+    # ---- what is asked for ----
+
+    def setting(self, made: Made, name: str, value: Any) -> Edit:
+        """The edit that gives a loader or a Trainer this setting."""
+        self._begin(name, made.values.get(name), value)
+        file, call, calls = self.call(made)
+        edit = self._argument(file, call, calls, name, _POSITIONAL, _DEFAULTS.get(name, (None,)))
+        self._refuse_shared(made)
+        return edit
+
+    def added(self, made: Made, name: str, item: str) -> Edit:
+        """The edit that adds an item to a list, such as a Trainer's ``callbacks``."""
+        self._begin(name, None, item)
+        file, call, _ = self.call(made)
+        given = next((each.value for each in call.keywords if each.arg == name), None)
+        if given is None and any(each.arg is None for each in call.keywords):
+            raise Refusal(f"{name} may come out of the ** at {file.at(call)}")
+        if given is not None and not isinstance(given, ast.List):
+            raise Refusal(f"{name} is `{shortened(given)}` at {file.at(call)}, not a list that is written there")
+        return Edit(file.name, Range.of(call), item, name, item=True)
+
+    def call(self, made: Made) -> tuple[SourceFile, ast.Call, tuple[CallSite, ...]]:
+        """The call that made a loader or a Trainer, which has made no other with another dataset."""
+        if not made.calls:
+            return self._by_its_arguments(made)
+        site = made.calls[0]
+        if not self._is_users(site):
+            where = "generated code" if site.file.startswith("<") else f"a library, {site.file}:{site.line}"
+            raise Refusal(f"the {made.name} is made in {where}, which is not yours to edit")
+        file = self._sources.file(site.file)
+        found = [call for call in file.calls_at(site) if self._makes(file, call, made.name)]
+        if len(found) != 1:
+            how = f"{len(found)} calls could have made it" if found else f"no call of {made.name} by its name is there"
+            raise Refusal(f"the {made.name} is made at {Path(site.file).name}:{site.line}, where {how}")
+        self._passed.append(site)
+        self._refuse_several(made)
+        return file, found[0], made.calls
+
+    def _refuse_several(self, made: Made) -> None:
+        for site in self._passed:
+            if any(site in each.calls and each.dataset != made.dataset for each in self._code.loaders):
+                place = f"{Path(site.file).name}:{site.line}"
+                raise Refusal(f"the call at {place} has made other loaders as well: they would change, too")
+
+    def _refuse_shared(self, made: Made) -> None:
+        self._refuse_several(made)
+        others = dict.fromkeys(file.at(node) for file, node in self._other_reads if node not in self._followed)
+        if others:
+            raise Refusal(f"what sets {self._name} is read in other places, too: {', '.join(others)}; set it by hand")
+
+    def _is_users(self, site: CallSite) -> bool:
+        return site.file in self._code.files or site.file in self._code.cells
+
+    def _makes(self, file: SourceFile, call: ast.Call, name: str) -> bool:
+        func = call.func
+        if last_name(func) == "__init__" or not isinstance(func, ast.Name):
+            return last_name(func) in ("__init__", name)
+        bound = file.bindings(func.id, call)
+        return len(bound) == 1 and getattr(bound[0].node, "name", "") == name
+
+    def _by_its_arguments(self, made: Made) -> tuple[SourceFile, ast.Call, tuple[CallSite, ...]]:
+        """The only call whose class, arguments and literal values are those of an object that was made before."""
+        calls = [(file, node) for file in self._sources.all for node in file.nodes if isinstance(node, ast.Call)]
+        found = [each for each in calls if self._makes(*each, made.name) and _fits(each[1], made.values)]
+        if len(found) == 1 and last_name(found[0][1].func) != "__init__":
+            return (*found[0], ())
+        several = f"several calls could be the one: {', '.join(file.at(node) for file, node in found)}"
+        why = several if found else "no call has its arguments"
+        raise Refusal(f"where the {made.name} is made was not seen, and {why}")
+
+    # ---- from an expression to the literal ----
+
+    def _resolve(self, at: _At, path: tuple[str, ...] = (), direct: Edit | None = None) -> Edit:
+        """The edit of the literal that an expression has at a path of keys; ``direct`` edits the expression itself."""
+        self._hops += 1
+        if self._hops > _MAX_HOPS:
+            raise Refusal(f"{self._name} comes through too many places")
+        node, file = at.node, at.file
+        if not path and (literal := literal_of(node)):
+            return self._at_literal(at, literal[0], direct)
+        if isinstance(node, ast.Name):
+            return self._named(at, path)
+        if isinstance(node, ast.Call) and not path and last_name(node.func) == "int" and len(node.args) == 1:
+            self._is_text = True
+            return self._resolve(replace(at, node=node.args[0]))
+        if not path and (variable := declared.variable(node)) is not None:
+            return self._from_environment(at, *variable)
+        if (member := _member(node)) is not None:
+            return self._of_member(at, *member, path)
+        if isinstance(node, ast.Dict) and path:
+            pairs = list(zip(node.keys, node.values, strict=True))
+            named = [(each.value if isinstance(each, ast.Constant) else None, value) for each, value in pairs]
+            return self._of_pairs(at, named, path)
+        if isinstance(node, ast.Call) and path:
+            return self._of_call(at, node, path)
+        raise Refusal(f"{self._name} is computed: `{shortened(node)}` at {file.at(node)}")
+
+    def _at_literal(self, at: _At, literal: Any, direct: Edit | None) -> Edit:
+        of_text = self._is_text and isinstance(literal, str)
+        same = literal == str(self._now) if of_text else type(literal) is type(self._now) and literal == self._now
+        if not same and not (literal is None and self._now in _DEFAULTS.get(self._name, ())):
+            raise Refusal(f"{literal!r} is written at {at.file.at(at.node)}, and the run has used {self._now!r}")
+        value = repr(str(self._value)) if of_text else repr(self._value)
+        return replace(direct or Edit(at.file.name, Range.of(at.node), ""), value=value)
+
+    def _of_pairs(self, at: _At, pairs: Sequence[tuple[Any, ast.expr]], path: tuple[str, ...]) -> Edit:
+        """The value at a key; a key of None is one that is not written there."""
+        found = [value for key, value in pairs if key == path[0]]
+        if not found and all(key is not None for key, _ in pairs):
+            raise _Missing
+        if len(found) != 1 or any(key is None for key, _ in pairs):
+            raise Refusal(f"`{path[0]}` is not written at {at.file.at(at.node)} as one key of its own")
+        return self._resolve(replace(at, node=found[0]), path[1:])
+
+    def _note_reads(self, own: ast.AST, reads: Sequence[ast.AST], file: SourceFile) -> None:
+        self._followed.add(own)
+        self._other_reads += [(file, each) for each in reads]
+
+    # ---- names ----
+
+    def _binding(self, at: _At) -> Binding:
+        found = at.file.bindings(at.node.id, at.node)
+        if not found:
+            raise Refusal(f"`{at.node.id}` at {at.file.at(at.node)} is not assigned in that file")
+        if len(found) > 1 or at.file.is_declared_global(at.node.id):
+            where = ", ".join(dict.fromkeys(at.file.at(each.node) for each in found))
+            raise Refusal(f"`{at.node.id}` is assigned in more than one place: {where}")
+        return found[0]
+
+    def _named(self, at: _At, path: tuple[str, ...]) -> Edit:
+        file, bound, name = at.file, self._binding(at), at.node.id
+        node = bound.node
+        if isinstance(node, ast.alias):
+            return self._imported(at, node, path)
+        if isinstance(node, ast.ClassDef) and path:
+            return self._of_class(node, file, path)
+        if isinstance(node, ast.arg):
+            self._note_reads(at.node, [] if path and not _is_gathered(bound) else file.reads(name, bound.scope), file)
+            return self._from_caller(at, bound.scope, name, path)
+        if path and (changed := file.changes_of(name)):
+            raise Refusal(f"`{name}` may be changed at {file.at(changed[0])}")
+        value = bound.value if bound.value is not None else _first_of_tuple(file, node)
+        if value is None:
+            raise Refusal(f"`{name}` gets its value at {file.at(node)} in a way that is not followed")
+        is_constant = isinstance(bound.scope, ast.Module)
+        if not path:
+            self._note_reads(at.node, file.reads(name, bound.scope), file)
+            if is_constant:
+                self._note_importers(name)
+        here = file.function_of(at.node) is file.function_of(node)
+        return self._resolve(_At(file, value, at.calls if here else ()), path)
+
+    def _note_importers(self, name: str) -> None:
+        """Other files that may read or set a module's constant."""
+        for each in self._sources.all:
+            if stored := each.stores(name):
+                raise Refusal(f"`{name}` may be set at {each.at(stored[0])} as well")
+            imported = any(isinstance(node, ast.alias) and node.name == name for node in each.nodes)
+            named = each.reads(name) if imported else []
+            self._note_reads(each.tree, [*named, *(node for node in each.member_reads(name))], each)
+
+    def _imported(self, at: _At, alias: ast.alias, path: tuple[str, ...]) -> Edit:
+        module, name = self._module_of(at.file, alias)
+        if module is not None and name is None and path:
+            name, path = path[0], path[1:]
+        if module is None or name is None:
+            raise Refusal(f"`{shortened(at.node)}` at {at.file.at(at.node)} is imported from a library")
+        self._followed.add(at.node)
+        return self._named(_At(module, module.name_at_end(name)), path)
+
+    def _module_of(self, file: SourceFile, alias: ast.alias) -> tuple[SourceFile | None, str | None]:
+        """The module that an import names, and the name in it; None for the module itself."""
+        statement = file.parents[alias]
+        if isinstance(statement, ast.Import):
+            dotted = alias.asname is None and "." in alias.name
+            return None if dotted else self._sources.module(alias.name, file), None
+        assert isinstance(statement, ast.ImportFrom)
+        inner = ".".join(filter(None, (statement.module, alias.name)))
+        as_module = self._sources.module(inner, file, statement.level)
+        if as_module is not None:
+            return as_module, None
+        return self._sources.module(statement.module or "", file, statement.level), alias.name
+
+    def _definition(self, file: SourceFile, func: ast.AST) -> tuple[Any, SourceFile]:
+        """The user's class or function that a name stands for, and its file; None for others."""
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
+            bound = file.bindings(func.value.id, func)
+            if len(bound) == 1 and isinstance(bound[0].node, ast.alias):
+                module, name = self._module_of(file, bound[0].node)
+                if module is not None and name is None:
+                    return self._definition(module, module.name_at_end(func.attr))
+        bound = file.bindings(func.id, func) if isinstance(func, ast.Name) else []
+        if len(bound) != 1:
+            return None, file
+        if isinstance(bound[0].node, ast.alias):
+            module, name = self._module_of(file, bound[0].node)
+            return self._definition(module, module.name_at_end(name)) if module is not None and name else (None, file)
+        return bound[0].node, file
+
+    # ---- arguments ----
+
+    def _argument(
+        self, file: SourceFile, call: ast.Call, calls: tuple[CallSite, ...], name: str, order: Sequence[str],
+        default: tuple[Any, ...], path: tuple[str, ...] = (),
+    ) -> Edit:  # fmt: skip
+        """The edit for an argument of a call, by name, by place in ``order`` or out of ``**``."""
+        direct = Edit(file.name, Range.of(call), "", name)
+        given = next((each.value for each in call.keywords if each.arg == name), None)
+        if given is not None:
+            return self._resolve(_At(file, given, calls), path, direct)
+        if any(isinstance(each, ast.Starred) for each in call.args):
+            raise Refusal(f"the arguments at {file.at(call)} come out of a *: where {name} is, is not written there")
+        if name in order and order.index(name) < len(call.args):
+            index = order.index(name)
+            return self._resolve(_At(file, call.args[index], calls), path, replace(direct, positional=index))
+        for each in (each.value for each in call.keywords if each.arg is None):
+            try:
+                if isinstance(each, ast.Name):  # what is unpacked may be changed wherever it is named
+                    self._note_reads(each, file.reads(each.id), file)
+                return self._resolve(_At(file, each, calls), (name, *path))
+            except _Missing:
+                continue
+        if path or self._now not in default:
+            raise Refusal(f"{name} is not given at {file.at(call)}, and the run has used {self._now!r}")
+        return replace(direct, value=repr(self._value))
+
+    def _from_caller(self, at: _At, function: Any, name: str, path: tuple[str, ...]) -> Edit:
+        """The edit where a function's parameter gets its value: at the call of the function."""
+        file = at.file
+        decorators = () if isinstance(function, ast.Lambda) else function.decorator_list
+        for decorator in decorators:
+            called = decorator.func if isinstance(decorator, ast.Call) else decorator
+            if path and last_name(called) == "main" and shortened(called).startswith("hydra."):
+                raise Refusal(f"add {'.'.join(path)}={self._value} to the command line")
+            if last_name(called) == "option" and declared.destination(decorator) == name and not path:
+                declared.refuse_special(file, decorator)
+                return self._default_of_option(file, decorator)
+        odd = [
+            each
+            for each in decorators
+            if last_name(each.func if isinstance(each, ast.Call) else each) not in _TRANSPARENT
+        ]
+        if isinstance(function, ast.Lambda) or [each for each in odd if not declared.is_command(each)]:
+            raise Refusal(f"what calls the function at {file.at(function)} stands behind a decorator or a lambda")
+        caller, call, calls = self._caller(at, function)
+        if function.args.kwarg is not None and function.args.kwarg.arg == name:
+            if not path:
+                raise Refusal(f"`{name}` at {file.at(at.node)} holds all keyword arguments")
+            return self._argument(caller, call, calls, path[0], (), _DEFAULTS.get(path[0], ()), path[1:])
+        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+        is_static = any(last_name(each) == "staticmethod" for each in decorators)
+        names = names[1:] if file.class_of(function) is not None and not is_static else names
+        default = () if any(each.arg == name for each in function.args.posonlyargs) else _default(function, name)
+        return self._argument(caller, call, calls, name, names, default, path)
+
+    def _caller(self, at: _At, function: Any) -> tuple[SourceFile, ast.Call, tuple[CallSite, ...]]:
+        """The call by which a function ran: as seen, or the only one there is."""
+        file, cls = at.file, at.file.class_of(function)
+        is_init = cls is not None and function.name == "__init__"
+        calls: tuple[CallSite, ...] = ()
+        if at.calls and file.function_of(at.node) == function:
+            calls = at.calls[1:]
+            if not calls or not self._is_users(calls[0]):
+                by = Path(calls[0].file).name if calls else "something that was not seen"
+                raise Refusal(f"`{function.name}` is called by {by}, which is not yours to edit")
+            caller = self._sources.file(calls[0].file)
+            found = [(caller, each) for each in caller.calls_at(calls[0]) if self._calls(caller, each, function, cls)]
+            self._passed.append(calls[0])
+        else:
+            found = list(self._all_calls(function, cls))
+        if not found and is_init and declared.by_lightning_cli(self._code):
+            raise _NoCall
+        if len(found) != 1:
+            name = cls.name if cls is not None and is_init else function.name
+            where = f"at {', '.join(each.at(node) for each, node in found)}" if found else "nowhere by its name"
+            raise Refusal(f"`{name}` is called {where}: expected one call")
+        return (*found[0], calls)
+
+    def _calls(self, file: SourceFile, call: ast.Call, function: Any, cls: ast.ClassDef | None) -> bool:
+        name = self._original_name(file, call.func)
+        if function.name != "__init__" or cls is None:
+            return bool(name == function.name)
+        return name == "__init__" or name in self._constructed_as(cls)
+
+    def _original_name(self, file: SourceFile, func: ast.AST) -> str:
+        """A function's or class's name where it is defined, though it may be imported under another."""
+        bound = file.bindings(func.id, func) if isinstance(func, ast.Name) else []
+        alias = bound[0].node if len(bound) == 1 else None
+        return alias.name.rpartition(".")[2] if isinstance(alias, ast.alias) else last_name(func)
+
+    def _constructed_as(self, cls: ast.ClassDef) -> set[str]:
+        """The names of a class, and of those that inherit its constructor."""
+        names, before = {cls.name}, 0
+        while len(names) != before:
+            before = len(names)
+            for each in self._classes():
+                has_own = any(isinstance(node, ast.FunctionDef) and node.name == "__init__" for node in each.body)
+                if not has_own and any(last_name(base) in names for base in each.bases):
+                    names.add(each.name)
+        return names
+
+    def _classes(self) -> Iterator[ast.ClassDef]:
+        return (node for file in self._sources.all for node in file.nodes if isinstance(node, ast.ClassDef))
+
+    def _all_calls(self, function: Any, cls: ast.ClassDef | None) -> Iterator[tuple[SourceFile, ast.Call]]:
+        """All calls of a function by its name; another use of its name raises Refusal."""
+        names = self._constructed_as(cls) if function.name == "__init__" and cls is not None else {function.name}
+        for file in self._sources.all:
+            for node in (each for each in file.nodes if isinstance(each, (ast.Name, ast.Attribute))):
+                parent = file.parents.get(node)
+                is_called = isinstance(parent, ast.Call) and parent.func is node
+                if is_called and last_name(node) == "__init__" and function.name == "__init__":
+                    around = next((each for each in file.outwards(node) if isinstance(each, ast.ClassDef)), None)
+                    if around is not None and any(last_name(base) in names for base in around.bases):
+                        yield file, parent  # type: ignore[misc]
+                elif is_called and self._original_name(file, node) in names:
+                    yield file, parent  # type: ignore[misc]
+                elif last_name(node) in names and isinstance(node.ctx, ast.Load) and not is_called:
+                    harmless = isinstance(parent, (ast.ClassDef, ast.arg, ast.AnnAssign, ast.Attribute, *FUNCTIONS))
+                    if not harmless and "CLI" not in last_name(parent.func if isinstance(parent, ast.Call) else node):
+                        raise Refusal(f"`{last_name(node)}` is used at {file.at(node)} in a way that is not followed")
+
+    # ---- members of objects ----
+
+    def _of_member(self, at: _At, base: ast.expr, key: str, path: tuple[str, ...]) -> Edit:
+        """An attribute or a key: ``self.workers``, ``args.workers``, ``config["workers"]``."""
+        cls, own = self._own_class(at.file, base), None
+        if cls is None and last_name(base) == "hparams" and isinstance(base, ast.Attribute):
+            own = self._own_class(at.file, base.value)
+        if not path:  # this member has the value
+            for file in self._sources.all:
+                self._note_reads(at.node, file.member_reads(key), file)
+        try:
+            if cls is not None:
+                return self._of_class(cls, at.file, (key, *path))
+            if own is not None:
+                return self._of_hparams(at, own, key, path)
+        except _NoCall:
+            return self._from_lightning_cli(cls or own, key)
+        for file in self._sources.all:
+            stored = [each for each in file.stores(key) if not self._is_of_self(file, each)]
+            if stored:
+                raise Refusal(f"`{key}` may be set at {file.at(stored[0])} as well")
+        return self._resolve(replace(at, node=base), (key, *path))
+
+    def _is_of_self(self, file: SourceFile, node: ast.AST) -> bool:
+        return isinstance(node, ast.Attribute) and self._own_class(file, node.value) is not None
+
+    def _own_class(self, file: SourceFile, base: ast.AST) -> ast.ClassDef | None:
+        """The class whose object a name is, if that is the first parameter of one of its methods."""
+        if not isinstance(base, ast.Name):
+            return None
+        methods = [
+            each for each in file.outwards(base) if isinstance(each, FUNCTIONS) and file.class_of(each) is not None
+        ]
+        named = [each for each in methods if parameters(each) and parameters(each)[0].arg == base.id]
+        return file.class_of(named[0]) if named else None
+
+    def _of_class(self, cls: ast.ClassDef, file: SourceFile, path: tuple[str, ...]) -> Edit:
+        """An attribute of a class's objects: what is assigned to it in a method, or in the class's body."""
+        key = path[0]
+        stored = [(each, node) for each in self._sources.all for node in each.stores(key)]
+        if not stored:
+            return self._of_class_body(cls, file, path)
+        where, store = stored[0]
+        parent: Any = where.parents[store]
+        owner = self._own_class(where, store.value) if isinstance(store, ast.Attribute) else None
+        if (
+            len(stored) > 1
+            or owner is None
+            or not isinstance(parent, (ast.Assign, ast.AnnAssign))
+            or parent.value is None
+        ):
+            listed = ", ".join(each.at(node) for each, node in stored)
+            raise Refusal(f"`{key}` is set at {listed}: expected one plain assignment to it in its class")
+        if owner is not cls and owner.name not in self._bases(cls):
+            raise Refusal(f"`{key}` is set at {where.at(store)}, in another class than `{cls.name}`")
+        return self._resolve(_At(where, parent.value), path[1:])
+
+    def _of_class_body(self, cls: ast.ClassDef, file: SourceFile, path: tuple[str, ...]) -> Edit:
+        """A class attribute, or a dataclass's default."""
+        plain = [each for each in cls.body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value is not None]
+        found = [each.value for each in plain if any(last_name(target) == path[0] for target in _targets(each))]
+        if len(found) != 1 or found[0] is None:
+            raise Refusal(f"`{path[0]}` of `{cls.name}` at {file.at(cls)} is not written there, once")
+        value = found[0]
+        if isinstance(value, ast.Call) and last_name(value.func) == "field":
+            value = next((each.value for each in value.keywords if each.arg == "default"), value)
+        return self._resolve(_At(file, value), path[1:])
+
+    def _of_hparams(self, at: _At, cls: ast.ClassDef, key: str, path: tuple[str, ...]) -> Edit:
+        """``self.hparams.key``: the parameter of a constructor that saves its arguments."""
+        init: Any = next((each for each in cls.body if getattr(each, "name", "") == "__init__"), None)
+        calls = [each for each in ast.walk(init) if isinstance(each, ast.Call)] if init is not None else []
+        saves = [each for each in calls if last_name(each.func) == "save_hyperparameters"]
+        if len(saves) != 1 or saves[0].args or not any(each.arg == key for each in parameters(init)):
+            raise Refusal(f"`{shortened(at.node)}` at {at.file.at(at.node)} cannot be followed")
+        self._note_reads(at.node, at.file.reads(key, init), at.file)
+        return self._from_caller(_At(at.file, saves[0]), init, key, path)
+
+    def _bases(self, cls: ast.ClassDef) -> set[str]:
+        names = {last_name(base) for base in cls.bases}
+        return names.union(
+            *({last_name(base) for base in each.bases} for each in self._classes() if each.name in names)
+        )
+
+    def _of_call(self, at: _At, node: ast.Call, path: tuple[str, ...]) -> Edit:
+        """A member of what a call gives."""
+        file, name = at.file, last_name(node.func)
+        if name in ("parse_args", "parse_known_args") and len(path) == 1:
+            if node.args or node.keywords:
+                raise Refusal(f"`{shortened(node)}` at {file.at(node)} is given its arguments there")
+            return self._default_of_option(*declared.option_of(self._sources.all, path[0]))
+        if declared.reads_yaml(node):
+            target = declared.opened(self._code, file, node)
+            return declared.in_yaml(self._code, [target], [path], self._now, self._value)
+        if name in ("dict", "SimpleNamespace", "Namespace") and not node.args:
+            return self._of_pairs(at, [(each.arg, each.value) for each in node.keywords], path)
+        found, where = self._definition(file, node.func)
+        if isinstance(found, ast.ClassDef):
+            return self._of_object(at, found, where, path)
+        if isinstance(found, ast.FunctionDef) and not found.decorator_list:
+            ends = [each for each in ast.walk(found) if isinstance(each, (ast.Return, ast.Yield, ast.YieldFrom))]
+            if len(ends) == 1 and isinstance(ends[0], ast.Return) and ends[0].value is not None:
+                return self._resolve(_At(where, ends[0].value), path)
+        raise Refusal(f"`{shortened(node)}` at {file.at(node)} cannot be followed")
+
+    def _of_object(self, at: _At, cls: ast.ClassDef, file: SourceFile, path: tuple[str, ...]) -> Edit:
+        """An attribute of an object: the argument of its class's constructor, or what the class's body says."""
+        if any(getattr(each, "name", "") in ("__init__", "__post_init__") for each in cls.body):
+            return self._of_class(cls, file, path)
+        call = at.node
+        given = next((each.value for each in call.keywords if each.arg == path[0]), None)
+        if given is not None:
+            return self._resolve(replace(at, node=given), path[1:])
+        if call.args or any(each.arg is None for each in call.keywords):
+            raise Refusal(f"`{path[0]}` is not given by its name at {at.file.at(call)}")
+        calls = [(each, node) for each in self._sources.all for node in each.nodes if isinstance(node, ast.Call)]
+        made = [(each, node) for each, node in calls if self._original_name(each, node.func) == cls.name]
+        if len(made) > 1:
+            raise Refusal(f"`{cls.name}` is made at {', '.join(each.at(node) for each, node in made)}: expected once")
+        return self._of_class_body(cls, file, path)
+
+    # ---- what is given from outside ----
+
+    def _default_of_option(self, file: SourceFile, call: ast.Call) -> Edit:
+        self._is_text = True
+        return self._resolve(_At(file, declared.default_of(self._code, file, call, self._value)))
+
+    def _from_environment(self, at: _At, name: str, default: ast.expr | None) -> Edit:
+        if name in self._code.variables or default is None:
+            raise Refusal(
+                f"the environment gives {name}, read at {at.file.at(at.node)}: set {name}={self._value} there"
+            )
+        for file in self._sources.all:
+            named = [each for each in file.nodes if isinstance(each, ast.Constant) and each.value == name]
+            self._note_reads(at.node, [each for each in named if file.parents[each] is not at.node], file)
+        return self._resolve(replace(at, node=default))
+
+    def _from_lightning_cli(self, cls: ast.ClassDef | None, key: str) -> Edit:
+        assert cls is not None
+        bases = [*self._bases(cls), cls.name]
+        return declared.of_lightning_cli(self._code, bases, key, self._now, self._value)
+
+
+def _member(node: ast.AST) -> tuple[ast.expr, str] | None:
+    """An object, and the attribute or key of it that an expression is."""
+    if isinstance(node, ast.Attribute):
+        return node.value, node.attr
+    if isinstance(node, ast.Subscript) and isinstance(key_of(node), str):
+        return node.value, key_of(node)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
+        key = literal_of(node.args[0])
+        return (node.func.value, key[0]) if key and isinstance(key[0], str) else None
+    return None
+
+
+def _first_of_tuple(file: SourceFile, node: ast.AST) -> ast.expr | None:
+    """``args, rest = parser.parse_known_args()``: the call."""
+    parent = file.parents[node]
+    statement = file.parents.get(parent)
+    if isinstance(parent, ast.Tuple) and parent.elts[0] is node and isinstance(statement, ast.Assign):
+        value = statement.value
+        return value if isinstance(value, ast.Call) and last_name(value.func) == "parse_known_args" else None
+    return None
+
+
+def _is_gathered(bound: Binding) -> bool:
+    return isinstance(bound.scope, FUNCTIONS) and bound.node is bound.scope.args.kwarg
+
+
+def _default(function: Any, name: str) -> tuple[Any, ...]:
+    given = function.args
+    pairs = [*zip(reversed([*given.posonlyargs, *given.args]), reversed(given.defaults), strict=False)]
+    pairs += [*zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    found = next((value for each, value in pairs if each.arg == name), None)
+    return literal_of(found) if found is not None else ()
+
+
+def _fits(call: ast.Call, values: dict[str, Any]) -> bool:
+    """Whether a call's literals are an object's values, and what it leaves out the defaults, as far as is written."""
+    given = {each.arg: each.value for each in call.keywords} | dict(zip(_POSITIONAL, call.args, strict=False))
+    if None in given or "batch_sampler" in given or any(isinstance(each, ast.Starred) for each in call.args):
+        return True
+    for name, value in values.items():
+        allowed = (value,) if name in given else (*_DEFAULTS.get(name, ()),)
+        literal = literal_of(given[name]) if name in given else ()
+        if (name not in given and value not in allowed) or (literal and literal[0] not in (*allowed, None)):
+            return False
+    return True
+
+
+def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
+    return list(node.targets) if isinstance(node, ast.Assign) else [node.target]

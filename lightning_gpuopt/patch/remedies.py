@@ -1,0 +1,325 @@
+"""What a report's settings mean for the code: the edits, in the order of what is known of them, as one patch."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from lightning_gpuopt.diagnosis.record import Change, Finding, Remedy, RunRecord
+from lightning_gpuopt.diagnosis.render.wording import gain, speedup
+from lightning_gpuopt.measurements.code_location import INSTALLED
+from lightning_gpuopt.patch.diff import unified
+from lightning_gpuopt.patch.edits import all_edited
+from lightning_gpuopt.patch.places import Places
+from lightning_gpuopt.patch.sources import Edit, Range, Refusal, Sources, last_name
+from lightning_gpuopt.watch.code_facts import Made, RunCode, tree_of
+
+PATCH_FILE: Final = "fix.patch"
+_LOADER_SETTINGS: Final = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+# what SampleLoader has no argument for
+_NOT_OF_SAMPLE_LOADER: Final = (
+    *("timeout", "worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers"),
+    *("pin_memory_device", "in_order"),
+)
+_SAME_ARGUMENTS: Final = 7  # so many arguments by place mean the same to a DataLoader and a SampleLoader
+_WORKERS: Final = 5  # which of them num_workers is
+_LOG_EVERY: Final = 50  # Lightning's default
+_WHY_ORDER: Final[dict[str, str]] = {
+    "persistent_workers": "PyTorch then draws no seed for each epoch: later epochs are shuffled otherwise",
+    "sample_parallel": "SampleLoader(shuffle=True) has an order of its own",
+}
+
+Changes = Literal["nothing", "order", "results"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting to bring from the start."""
+
+    name: str
+    value: Any
+    proved: bool
+    of: str = "loader"  # "loader", "trainer", or "line": of a loader, of the Trainer, or what is at a line
+    cause: str = ""
+    change: Change | None = None  # that was kept
+    finding: Finding | None = None  # that advises it
+    changes: Changes = "nothing"
+    note: str = ""
+
+
+@dataclass
+class Patch:
+    """A patch: what to apply, and what was found besides it."""
+
+    text: bytes = b""  # the whole file, with its header; empty if there is nothing to apply
+    files: dict[Path, bytes] = field(default_factory=dict)  # the new bytes of each file
+    tree: Path = Path()
+    cells: dict[str, str] = field(default_factory=dict)  # the new text of a notebook's cells
+    remedies: list[Remedy] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)  # what there is to say, one line for each setting
+
+
+def settings_of(report: RunRecord) -> list[Setting]:
+    """The settings that a report has kept, and those that it advises, as far as one setting of the code brings them."""
+    kept = {each.setting: each for each in report.changes if each.kept and each.measured is not None}
+    tried = {each.setting for each in report.changes if each.kept is False}
+    found = [_kept(report, change) for change in kept.values()]
+    for finding in report.findings:
+        names = [
+            name for name in _LOADER_SETTINGS if name in finding.settings and name not in kept and name not in tried
+        ]
+        found += [_advised(finding, name, finding.settings[name]) for name in names]
+        if finding.cause == "gpu_sync":
+            found.append(
+                Setting(
+                    ".item()", str(finding.evidence.get("where", "")), False, "line", finding.cause, finding=finding
+                )
+            )
+        if finding.cause == "logging" and not finding.evidence.get("sync_ms_per_step"):
+            found.append(Setting("log_every_n_steps", _LOG_EVERY, False, "trainer", finding.cause, finding=finding))
+    found += [each for hint in report.hints for each in _hinted(hint.name, hint.setting)]
+    return list({each.name: each for each in reversed(found)}.values())[::-1]
+
+
+def _kept(report: RunRecord, change: Change) -> Setting:
+    name = change.setting
+    causes = [each.cause for each in report.proofs if name in each.settings]
+    causes += [each.cause for each in report.findings if name in each.settings]
+    of = "trainer" if name == "device_prefetch" else "loader"
+    changes: Changes = "order" if name == "persistent_workers" else "nothing"
+    return Setting(name, change.to, True, of, next(iter(causes), ""), change, None, changes, _WHY_ORDER.get(name, ""))
+
+
+def _advised(finding: Finding, name: str, value: Any) -> Setting:
+    changes: Changes = "order" if name == "persistent_workers" else "nothing"
+    return Setting(name, value, False, "loader", finding.cause, None, finding, changes, _WHY_ORDER.get(name, ""))
+
+
+def _hinted(name: str, setting: str) -> Iterator[Setting]:
+    """A hint that is one argument of the Trainer: ``Trainer(precision="bf16-mixed")``."""
+    call = ast.parse(setting).body[0] if re.fullmatch(r"Trainer\(\w+=[^,=]+\)", setting) else None
+    if isinstance(call, ast.Expr) and isinstance(call.value, ast.Call):
+        keyword = call.value.keywords[0]
+        note = "other algorithms or other rounding" if name != "log_every_n_steps" else ""
+        yield Setting(
+            str(keyword.arg), ast.literal_eval(keyword.value), False, "trainer", name, changes="results", note=note
+        )
+    elif name in ("data_parallel", "channels_last"):
+        yield Setting(name, setting, False, "advice", name, changes="results", note=setting)
+
+
+def patch_of(report: RunRecord, code: RunCode, sources: Sources) -> Patch:
+    """The patch of a report, by the code that has made it."""
+    places, result = Places(code, sources), Patch()
+    done: list[tuple[Setting, list[Edit]]] = []
+    for setting in settings_of(report):
+        try:
+            edits = _edits(places, sources, code, setting)
+            _refuse_foreign(code, edits)
+            for file in dict.fromkeys(each.file for each in edits):
+                _bytes(sources, code, file, edits)  # what cannot be done is refused by itself
+        except Refusal as refusal:
+            result.remedies.append(
+                Remedy(setting.name, proved=setting.proved, changes=setting.changes, why=str(refusal))
+            )
+            result.lines.append(f"no edit: {_title(setting)}: {refusal}")
+            continue
+        done.append((setting, edits))
+    result.tree = _tree(code, [edit.file for _, edits in done for edit in edits])
+    _assemble(report, code, sources, done, result)
+    return result
+
+
+def _assemble(
+    report: RunRecord, code: RunCode, sources: Sources, done: Sequence[tuple[Setting, list[Edit]]], result: Patch
+) -> None:
+    """Write the sections: what is proved, what is not, and as comments what changes more than the speed."""
+    live = [each for each in done if each[0].changes == "nothing"]
+    so_far: list[Edit] = []
+    parts: list[bytes] = []
+    for title, proved in (("proved", True), ("not proved", False)):
+        section = [each for each in live if each[0].proved is proved]
+        if not section:
+            continue
+        before = {file: _bytes(sources, code, file, so_far) for file in _files(section)}
+        so_far = [*so_far, *(edit for _, edits in section for edit in edits)]
+        after = {file: _bytes(sources, code, file, so_far) for file in _files(section)}
+        parts.append(_comment([f"-- {title}"]) + _diff(code, result, before, after))
+    for setting, edits in done:
+        before = {file: _bytes(sources, code, file, []) for file in _files([(setting, edits)])}
+        after = {file: _bytes(sources, code, file, edits) for file in before}
+        lines = _diff(code, replace(result, cells={}), before, after).decode("utf-8", "replace").splitlines()
+        result.remedies.append(_remedy(setting, edits, lines))
+        place = f"{_relative(result, edits[0].file)}:{edits[0].range.line}"
+        result.lines.append(f"{_section(setting)}: {_title(setting)} at {place}{_figures(report, setting)}")
+        if setting.changes != "nothing":
+            parts.append(_comment([f"-- {_section(setting)}: {setting.name}: {setting.note}; not applied", *lines]))
+    result.files = {Path(file): _bytes(sources, code, file, so_far) for file in _files(live) if file not in code.cells}
+    for file in (each for each in _files(live) if each in code.cells):
+        result.cells[file] = _bytes(sources, code, file, so_far).decode()
+    if result.files:
+        result.text = _comment(_header(report, code, result)) + b"".join(parts)
+
+
+def _edits(places: Places, sources: Sources, code: RunCode, setting: Setting) -> list[Edit]:
+    if setting.of == "line":
+        return [_without_item(sources, code, str(setting.value))]
+    if setting.of == "trainer" or setting.of == "advice":
+        if code.trainer is None:
+            raise Refusal("which call made the Trainer was not seen, or there are several")
+        if setting.of == "advice":
+            file, call, _ = places.call(code.trainer)
+            raise Refusal(f"{setting.value}: more than one expression; the Trainer is made at {file.at(call)}")
+        if setting.name == "device_prefetch":
+            edit = places.added(code.trainer, "callbacks", "CudaPrefetcher()")
+            return [edit, Edit(edit.file, Range(1, 0, 1, 0), "CudaPrefetcher", imports="lightning_gpuopt")]
+        now = code.trainer.values.get(setting.name)
+        if setting.name == "log_every_n_steps" and (now is None or now >= _LOG_EVERY):
+            raise Refusal(f"it is {now or _LOG_EVERY} already")
+        return [places.setting(code.trainer, setting.name, setting.value)]
+    if len(code.training) != 1:
+        raise Refusal(
+            f"expected one training loader, got {len(code.training)}: which one is meant is not in the report"
+        )
+    if setting.name == "sample_parallel":
+        return _as_sample_loader(places, code.training[0])
+    return [places.setting(code.training[0], setting.name, setting.value)]
+
+
+def _as_sample_loader(places: Places, made: Made) -> list[Edit]:
+    """The DataLoader's call with SampleLoader in its place, where that keeps the order of samples."""
+    file, call, _ = places.call(made)
+    names = [each.arg for each in call.keywords]
+    if (
+        made.name != "DataLoader"
+        or last_name(call.func) == "__init__"
+        or None in names
+        or len(call.args) > _SAME_ARGUMENTS
+    ):
+        raise Refusal(f"the call at {file.at(call)} is not one of DataLoader with its arguments by name")
+    if unknown := [each for each in names if each in _NOT_OF_SAMPLE_LOADER]:
+        raise Refusal(f"SampleLoader has no {', '.join(map(str, unknown))}, which {file.at(call)} gives")
+    if made.values.get("shuffle") is not False and "sampler" not in names and "batch_sampler" not in names:
+        raise Refusal(f"it changes the order of samples: {_WHY_ORDER['sample_parallel']}; at {file.at(call)}")
+    if "num_workers" not in names and len(call.args) <= _WORKERS:
+        raise Refusal(f"num_workers is not given at {file.at(call)}: SampleLoader would choose it")
+    return [
+        Edit(file.name, Range.of(call), "SampleLoader", renames=True),
+        Edit(file.name, Range(1, 0, 1, 0), "SampleLoader", imports="lightning_gpuopt"),
+    ]
+
+
+def _without_item(sources: Sources, code: RunCode, where: str) -> Edit:
+    """``self.log(..., loss.item())`` at a line of the user's: the tensor itself is logged."""
+    place = re.search(r"\(([^()\s]+\.py):(\d+)\)", where)
+    files = [each for each in code.files if place is not None and Path(each).name == place[1]]
+    if place is None or len(files) != 1:
+        raise Refusal("the line that waits for the GPU is not in one of your files")
+    file, line = sources.file(files[0]), int(place[2])
+    items = [
+        node
+        for node in file.nodes
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "item"
+        and node.lineno == line and not node.args and isinstance(file.parents[node], (ast.Call, ast.keyword))
+    ]  # fmt: skip
+    parents = [
+        file.parents[file.parents[each]] if isinstance(file.parents[each], ast.keyword) else file.parents[each]
+        for each in items
+    ]
+    if len(items) != 1 or not isinstance(parents[0], ast.Call) or ast.unparse(parents[0].func) != "self.log":
+        raise Refusal(f"{place[1]}:{line} waits for the GPU, and is no self.log(..., x.item())")
+    value: Any = items[0].func
+    return Edit(
+        file.name, Range.of(items[0]), ast.get_source_segment(file.text, value.value) or ast.unparse(value.value)
+    )
+
+
+# ---- files, and where they are ----
+
+
+def _refuse_foreign(code: RunCode, edits: Sequence[Edit]) -> None:
+    for edit in edits:
+        if edit.file in code.cells:
+            continue
+        path = Path(edit.file).resolve()
+        trees = {tree_of(code.folder), *([tree_of(str(Path(code.script).parent))] if code.script else [])}
+        if not any(path.is_relative_to(each) for each in trees) or {*INSTALLED} & {*path.parts}:
+            raise Refusal(f"{edit.file} is outside of the working tree: edit it by hand")
+
+
+def _tree(code: RunCode, files: Sequence[str]) -> Path:
+    trees = [tree_of(code.folder), *([tree_of(str(Path(code.script).parent))] if code.script else [])]
+    real = [Path(each).resolve() for each in files if each not in code.cells]
+    return next((each for each in trees if all(file.is_relative_to(each) for file in real)), trees[0])
+
+
+def _files(section: Sequence[tuple[Setting, list[Edit]]]) -> list[str]:
+    return list(dict.fromkeys(edit.file for _, edits in section for edit in edits))
+
+
+def _bytes(sources: Sources, code: RunCode, file: str, edits: Sequence[Edit]) -> bytes:
+    own = [each for each in edits if each.file == file]
+    data = sources.checked(file) if file.endswith((".yaml", ".yml")) else sources.file(file).data
+    return all_edited(data, own) if own else data
+
+
+def _relative(result: Patch, file: str) -> str:
+    path = Path(file).resolve()
+    return str(path.relative_to(result.tree)) if path.is_relative_to(result.tree) else file
+
+
+def _diff(code: RunCode, result: Patch, before: dict[str, bytes], after: dict[str, bytes]) -> bytes:
+    real = [file for file in before if file not in code.cells]
+    return unified({_relative(result, file): (before[file], after[file]) for file in real})
+
+
+# ---- words ----
+
+
+def _title(setting: Setting) -> str:
+    if setting.change is not None:
+        return f"{setting.name} {setting.change.from_} → {setting.change.to}"
+    return f"{setting.name}={setting.value!r}" if setting.of not in ("line", "advice") else setting.name
+
+
+def _section(setting: Setting) -> str:
+    names = {"order": "changes the order of samples", "results": "changes results"}
+    return names.get(setting.changes) or ("proved" if setting.proved else "not proved")
+
+
+def _figures(report: RunRecord, setting: Setting) -> str:
+    predicted = setting.change.predicted if setting.change is not None else None
+    if setting.finding is not None:
+        predicted = setting.finding.predicted_speedup
+    parts = [f"cause {setting.cause}"] if setting.cause else []
+    parts += [f"predicted {gain(predicted)}"] if predicted is not None else []
+    if setting.change is not None and setting.change.measured is not None:
+        parts.append(f"measured {speedup(setting.change.measured)}")
+        parts += [setting.change.why] if setting.change.why else []
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _remedy(setting: Setting, edits: Sequence[Edit], diff: Sequence[str]) -> Remedy:
+    body = [each for each in diff if not each.startswith(("--- ", "+++ "))]
+    before = "\n".join(each[1:] for each in body if each.startswith("-"))
+    after = "\n".join(each[1:] for each in body if each.startswith("+"))
+    return Remedy(setting.name, edits[0].file, edits[0].range.line, before, after, setting.proved, setting.changes)
+
+
+def _header(report: RunRecord, code: RunCode, result: Patch) -> list[str]:
+    names = ("lightning_gpuopt", "torch", "lightning", "python", "device")
+    versions = ", ".join(f"{name} {report.environment[name]}" for name in names if name in report.environment)
+    steps = (
+        f"{report.measured_steps} of {report.steps} steps measured"
+        if report.measured_steps
+        else f"{report.steps} steps"
+    )
+    return ["lightning-gpuopt patch: apply with git apply, or patch -p1", *result.lines, f"{steps}; {versions}"]
+
+
+def _comment(lines: Sequence[str]) -> bytes:
+    return "".join(f"# {' '.join(each.splitlines())}\n" for each in lines).encode()
