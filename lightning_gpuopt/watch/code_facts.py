@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -191,12 +192,12 @@ def _source_files(made: Iterable[Made] = ()) -> list[str]:
 
 
 def _configurations() -> list[str]:
-    """YAML that the command line names, or that lies near the working directory."""
+    """YAML that the command line names, or that lies where projects have it; no folder of data is looked through."""
     named = [argument.rpartition("=")[2] for argument in sys.argv[1:]]
     files = [Path(each) for each in named if each.endswith((".yaml", ".yml"))]
-    for pattern in ("*.y*ml", "*/*.y*ml"):
-        files += sorted(Path.cwd().glob(pattern))[:_MAX_FILES]
-        files += sorted(Path(sys.argv[0] or ".").absolute().parent.glob(pattern))[:_MAX_FILES]
+    for folder in (Path.cwd(), Path(sys.argv[0] or ".").absolute().parent):
+        for pattern in ("*.y*ml", *(f"{name}/{below}*.y*ml" for name in ("conf*", "cfg*") for below in ("", "*/"))):
+            files += sorted(islice(folder.glob(pattern), _MAX_FILES))
     return list(dict.fromkeys(os.path.abspath(each) for each in files))
 
 
