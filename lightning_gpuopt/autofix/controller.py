@@ -95,7 +95,7 @@ class AutoFixController:
                 self._note_problem(workers, problem)
                 return False
             if (trial := self._trial) is not None:
-                self._go_on(trial, step_s)
+                self._go_on(trial, step_s, window.waterfall.steps)
             if trial is None or trial.waits:
                 self._history.before.append(step_s)
             if trial is None:
@@ -165,7 +165,7 @@ class AutoFixController:
             length=self._run_length(),
             persisted=bool(self._loader.now("persistent_workers")),
         )
-        self.changes.append(Change(setting, before, wanted.value, wanted.predicted))
+        self.changes.append(Change(setting, before, wanted.value, wanted.predicted, cause=wanted.cause))
         try:
             if pays is None:
                 raise CannotChange(COSTS_MORE)
@@ -229,9 +229,9 @@ class AutoFixController:
         self._before_change["persistent_workers"] = False
         self._broadcast.send(["change", "persistent_workers", True])
         trial.entries["persistent_workers"] = len(self.changes)
-        self.changes.append(Change("persistent_workers", False, True, why=_WITH_WORKERS))
+        self.changes.append(Change("persistent_workers", False, True, why=_WITH_WORKERS, cause=trial.wanted.cause))
 
-    def _go_on(self, trial: ChangeTrial, step_s: float) -> None:
+    def _go_on(self, trial: ChangeTrial, step_s: float, steps: int) -> None:
         """A window has ended while a change is tried."""
         setting, refused = trial.wanted.setting, self._loader.refused
         if setting in refused:
@@ -245,6 +245,7 @@ class AutoFixController:
             trial.skip -= 1
         else:
             trial.after.append(step_s)
+            trial.steps += steps
             verdict = self._history.verdict(trial)
             if verdict:
                 self._keep(trial)
@@ -304,6 +305,8 @@ class AutoFixController:
         """Record how a trial has ended; a change that never took effect is neither kept nor refuted."""
         self._trial = None
         measured = None if trial.waits else self._history.measured(trial)
+        for index in trial.entries.values():
+            self.changes[index] = replace(self.changes[index], steps=trial.steps)
         for setting, index in trial.entries.items():
             reasons = [why or self.changes[index].why]
             if kept and setting in _DRAWS and self._loader.draws:

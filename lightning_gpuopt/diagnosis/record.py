@@ -176,6 +176,8 @@ class Change:
         measured: the same, measured. None if it never took effect.
         kept: whether it was kept; None if it never took effect.
         why: why it was undone, or never took effect; for a kept one, why it was not predicted.
+        cause: the finding that asked for it; empty in reports of versions without it.
+        steps: training batches by which it was measured.
     """
 
     setting: str
@@ -185,6 +187,8 @@ class Change:
     measured: float | None = None
     kept: bool | None = None
     why: str = ""
+    cause: str = field(default="", compare=False)
+    steps: int = field(default=0, compare=False)
 
     def __getitem__(self, name: str) -> Any:
         """A field by its name in JSON: ``change["from"]``."""

@@ -71,7 +71,8 @@ _PROOF: Final = _object(
     {"cause": _TEXT, "settings": _ANY_OBJECT, "measured": _NUMBER}, {"predicted": _INTERVAL, "steps": _BEFORE_AFTER}
 )
 _CHANGE: Final = _object(
-    _each("setting why", _TEXT), {"from": {}, "to": {}, "predicted": _INTERVAL, "measured": _NUMBER, "kept": _FLAG}
+    _each("setting why", _TEXT),
+    {"from": {}, "to": {}, "predicted": _INTERVAL, "measured": _NUMBER, "kept": _FLAG, "cause": _TEXT, "steps": _COUNT},
 )
 _PLACE: Final = _object(_each("name file transform", _TEXT) | {"line": _COUNT, "seconds": _SECONDS})
 _HOT_SPOTS: Final = _object(

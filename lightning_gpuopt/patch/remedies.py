@@ -67,7 +67,7 @@ def settings_of(report: RunRecord) -> list[Setting]:
     """The settings that a report has kept, and those that it advises, as far as one setting of the code brings them."""
     kept = {each.setting: each for each in report.changes if each.kept and each.measured is not None}
     tried = {each.setting for each in report.changes if each.kept is False}
-    found = [_kept(report, change) for change in kept.values()]
+    found = [_kept(change) for change in kept.values()]
     for finding in report.findings:
         names = [
             name for name in _LOADER_SETTINGS if name in finding.settings and name not in kept and name not in tried
@@ -85,13 +85,11 @@ def settings_of(report: RunRecord) -> list[Setting]:
     return list({each.name: each for each in reversed(found)}.values())[::-1]
 
 
-def _kept(report: RunRecord, change: Change) -> Setting:
+def _kept(change: Change) -> Setting:
     name = change.setting
-    causes = [each.cause for each in report.proofs if name in each.settings]
-    causes += [each.cause for each in report.findings if name in each.settings]
     of = "trainer" if name == "device_prefetch" else "loader"
     changes: Changes = "order" if name == "persistent_workers" else "nothing"
-    return Setting(name, change.to, True, of, next(iter(causes), ""), change, None, changes, _WHY_ORDER.get(name, ""))
+    return Setting(name, change.to, True, of, change.cause, change, None, changes, _WHY_ORDER.get(name, ""))
 
 
 def _advised(finding: Finding, name: str, value: Any) -> Setting:
@@ -155,7 +153,7 @@ def _assemble(
         lines = _diff(code, replace(result, cells={}), before, after).decode("utf-8", "replace").splitlines()
         result.remedies.append(_remedy(setting, edits, lines))
         place = f"{_relative(result, edits[0].file)}:{edits[0].range.line}"
-        result.lines.append(f"{_section(setting)}: {_title(setting)} at {place}{_figures(report, setting)}")
+        result.lines.append(f"{_section(setting)}: {_title(setting)} at {place}{_figures(setting)}")
         if setting.changes != "nothing":
             parts.append(_comment([f"-- {_section(setting)}: {setting.name}: {setting.note}; not applied", *lines]))
     result.files = {Path(file): _bytes(sources, code, file, so_far) for file in _files(live) if file not in code.cells}
@@ -291,14 +289,15 @@ def _section(setting: Setting) -> str:
     return names.get(setting.changes) or ("proved" if setting.proved else "not proved")
 
 
-def _figures(report: RunRecord, setting: Setting) -> str:
+def _figures(setting: Setting) -> str:
     predicted = setting.change.predicted if setting.change is not None else None
     if setting.finding is not None:
         predicted = setting.finding.predicted_speedup
     parts = [f"cause {setting.cause}"] if setting.cause else []
     parts += [f"predicted {gain(predicted)}"] if predicted is not None else []
     if setting.change is not None and setting.change.measured is not None:
-        parts.append(f"measured {speedup(setting.change.measured)}")
+        steps = f" by {setting.change.steps} steps" if setting.change.steps else ""
+        parts.append(f"measured {speedup(setting.change.measured)}{steps}")
         parts += [setting.change.why] if setting.change.why else []
     return f" ({', '.join(parts)})" if parts else ""
 
@@ -313,11 +312,7 @@ def _remedy(setting: Setting, edits: Sequence[Edit], diff: Sequence[str]) -> Rem
 def _header(report: RunRecord, code: RunCode, result: Patch) -> list[str]:
     names = ("lightning_gpuopt", "torch", "lightning", "python", "device")
     versions = ", ".join(f"{name} {report.environment[name]}" for name in names if name in report.environment)
-    steps = (
-        f"{report.measured_steps} of {report.steps} steps measured"
-        if report.measured_steps
-        else f"{report.steps} steps"
-    )
+    steps = f"{report.steps} steps in all"
     return ["lightning-gpuopt patch: apply with git apply, or patch -p1", *result.lines, f"{steps}; {versions}"]
 
 
