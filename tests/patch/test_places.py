@@ -215,7 +215,8 @@ def test_what_was_kept_comes_first_and_what_is_only_advised_is_a_diff_of_its_own
     found = patched(code, record(changes=[kept("num_workers", 4)], findings=[advised]))
     assert found.text.decode().splitlines() == [
         "# lightning-gpuopt patch: apply with git apply, or patch -p1",
-        "# proved: num_workers 0 → 4 at train.py:2 (cause slow_storage, predicted 2.0x (1.5x to 2.5x), measured 1.9x by 100 steps)",
+        "# proved: num_workers 0 → 4 at train.py:2 "
+        "(cause slow_storage, predicted 2.0x (1.5x to 2.5x), measured 1.9x by 100 steps)",
         "# not proved: pin_memory=True at train.py:2 (cause host_to_device, predicted 1.10x (1.00x to 1.20x))",
         "# 100 steps in all; torch 2.9.0",
         "# -- proved",
