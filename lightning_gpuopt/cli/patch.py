@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -92,7 +93,16 @@ def _is_proved(path: Path, patch: Patch) -> bool:
     code, report = RunCode.from_json(path.with_name(CODE_FILE).read_text(encoding="utf-8")), load_report(str(path))
     with tempfile.TemporaryDirectory(prefix="gpuopt-check-") as place:
         try:
-            found = check(code, report.steps, path.parent.name, command, patch.tree, patch.files, Path(place).resolve())
+            found = check(
+                code,
+                report.steps,
+                path.parent.name,
+                command,
+                noted.stat().st_mtime,
+                patch.tree,
+                patch.files,
+                Path(place).resolve(),
+            )
         except Refusal as refusal:
             print(f"Check: {refusal}", file=sys.stderr)
             return False
@@ -116,6 +126,22 @@ def _apply(patch: Patch) -> None:
             raise UsageError(f"--apply: expected {file} without changes, got some; commit them first")
         if not os.access(file, os.W_OK):
             raise UsageError(f"--apply: expected {file} to be writable, got a read-only file; make it writable")
-    for file, data in patch.files.items():
-        file.write_bytes(data)
-        print(f"Applied: {file}")
+    written = {file: file.with_name(f".{file.name}.gpuopt") for file in patch.files}
+    try:
+        for file, data in patch.files.items():
+            shutil.copymode(file, _written(written[file], data))
+        for file, new in written.items():
+            new.replace(file.resolve())
+            print(f"Applied: {file}")
+    except OSError as error:
+        raise UsageError(
+            f"--apply: expected {file.parent} to take the new files, got {error}; use git apply"
+        ) from error
+    finally:
+        for new in written.values():
+            new.unlink(missing_ok=True)
+
+
+def _written(file: Path, data: bytes) -> Path:
+    file.write_bytes(data)
+    return file

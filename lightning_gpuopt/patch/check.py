@@ -7,6 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Final
@@ -19,6 +20,7 @@ from lightning_gpuopt.watch.shared_notes import Watch
 
 _LARGE: Final = 2**26  # bytes of a file from which on it is linked, not copied
 _NOT_COPIED: Final = (".git", "__pycache__", "lightning_logs", "checkpoints", "wandb", "mlruns", "outputs", "gpuopt")
+_MANY: Final = 20_000  # entries of a folder: what has more is data
 _FEW: Final = 5  # windows after a change at which it is judged, if there are not so many as before
 
 
@@ -46,7 +48,14 @@ class Check:
 
 
 def check(
-    code: RunCode, steps: int, fit: str, command: Sequence[str], tree: Path, files: Mapping[Path, bytes], place: Path
+    code: RunCode,
+    steps: int,
+    fit: str,
+    command: Sequence[str],
+    since_s: float,
+    tree: Path,
+    files: Mapping[Path, bytes],
+    place: Path,
 ) -> Check:
     """Run ``command`` in a copy of ``tree``, made in the folder ``place``, with the new bytes of some files.
 
@@ -55,6 +64,7 @@ def check(
         steps: of the first run; the second one ends after as many.
         fit: the name of the first run's folder.
         command: that was watched.
+        since_s: when the first run began, in Unix time.
         tree: the working tree.
         files: the new bytes of files in it.
         place: an empty folder for the copy, and for the report of the second run.
@@ -65,7 +75,7 @@ def check(
         return str(copy / Path(path).resolve().relative_to(tree))
 
     sources = [Path(each).resolve() for each in code.files]
-    _copy(tree, copy, {parent for each in sources for parent in each.parents})
+    _copy(tree, copy, {*sources}, since_s)
     for file, data in files.items():
         Path(inside(str(file))).write_bytes(data)
     report.mkdir()
@@ -79,7 +89,10 @@ def check(
         inside(each) if Path(each).is_absolute() and Path(each).resolve() in sources else each for each in command
     ]
     folder = inside(code.folder) if Path(code.folder).resolve().is_relative_to(tree) else code.folder
-    ended = subprocess.run(arguments, cwd=folder, env=environment, stdout=2, check=False).returncode
+    try:
+        ended = subprocess.run(arguments, cwd=folder, env=environment, stdout=2, check=False).returncode
+    except OSError as error:
+        raise Refusal(f"the command cannot be run in a copy of {tree}: {error}") from None
     try:
         after = RunCode.from_json((report / fit / CODE_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError):
@@ -91,16 +104,27 @@ def check(
     return Check(code.windows_s[-MAX_WINDOWS:], after.windows_s[-number:])
 
 
-def _copy(tree: Path, copy: Path, with_sources: set[Path]) -> None:
-    """Copy folders in which the run has source files; link the others, and large files. Results are left out."""
+def _copy(tree: Path, copy: Path, sources: set[Path], since_s: float) -> None:
+    """Copy folders in which the run has source files; link the others, and large files.
+
+    What was written since the run began is its result: it is left out, as a second run may write there, too.
+    """
+    folders = {parent for each in sources for parent in each.parents}
     copy.mkdir(parents=True)
     for each in tree.iterdir():
         target = copy / each.name
         if each.name in _NOT_COPIED or (each.is_dir() and (each / "command.txt").exists()):
             continue
-        if each.is_dir() and not each.is_symlink() and each in with_sources:
-            _copy(each, target, with_sources)
-        elif each.is_dir() or each.is_symlink() or not each.is_file() or each.stat().st_size >= _LARGE:
-            target.symlink_to(each)
-        else:
-            shutil.copy2(each, target)
+        if each.is_dir() and not each.is_symlink() and each in folders:
+            _copy(each, target, sources, since_s)
+        elif each in sources or not _is_written(each, since_s):
+            if each.is_dir() or each.is_symlink() or not each.is_file() or each.stat().st_size >= _LARGE:
+                target.symlink_to(each)
+            else:
+                shutil.copy2(each, target)
+
+
+def _is_written(path: Path, since_s: float) -> bool:
+    """Whether a file, or one of a folder, was written since then; of a folder with very many, the first are asked."""
+    inside = (Path(folder, name) for folder, folders, files in os.walk(path) for name in (*folders, *files))
+    return any(each.lstat().st_mtime >= since_s for each in (path, *islice(inside, _MANY)))

@@ -84,6 +84,8 @@ def default_of(code: RunCode, file: SourceFile, call: ast.Call, value: Any) -> a
 
 def _is_given(argument: str, flags: Sequence[str]) -> bool:
     """Whether an argument of the command line is one of these options, abbreviated or with its value."""
+    if argument.startswith("@"):  # a file of arguments
+        return True
     name = argument.partition("=")[0]
     for flag in flags:
         if flag.startswith("--") and len(name) > 2 and flag.startswith(name):

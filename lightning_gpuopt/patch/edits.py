@@ -61,7 +61,9 @@ def differs_only_at(before: bytes, after: bytes, edit: Edit) -> bool:
     except (SyntaxError, ValueError):
         return False
     if edit.imports:
-        meant.body.insert(_import_index(meant), ast.ImportFrom(edit.imports, [ast.alias(edit.value)], 0))
+        meant.body.insert(
+            _import_index(meant, edit.range.line), ast.ImportFrom(edit.imports, [ast.alias(edit.value)], 0)
+        )
         return ast.dump(meant) == ast.dump(found)
     wanted: Any = ast.Call if edit.keyword or edit.renames else (ast.Constant, ast.Call)
     nodes = [node for node in ast.walk(meant) if isinstance(node, wanted) and Range.of(node) == edit.range]
@@ -126,28 +128,34 @@ def _set_keyword(call: ast.Call, edit: Edit, value: ast.expr) -> None:
         call.keywords.append(ast.keyword(edit.keyword, value))
 
 
-def _import_index(tree: ast.Module) -> int:
-    """Where an import is added: behind the last one at the beginning of the module."""
-    index = 0
-    for number, node in enumerate(tree.body):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if not isinstance(node, (ast.Import, ast.ImportFrom)) and not (is_text and not number):
-            break
-        index = number + 1
-    return index
+def _import_index(module: ast.Module, line: int) -> int:
+    """Behind the last import above a line: what runs before it, as ``os.environ[...] = ...``, still does."""
+    above = [at for at, each in enumerate(module.body) if (each.end_lineno or 0) < line]
+    imports = [at for at in above if isinstance(module.body[at], (ast.Import, ast.ImportFrom))]
+    return 1 + max(imports, default=0 if ast.get_docstring(module, clean=False) is not None else -1)
 
 
 def _with_import(cst: Any, module: libcst.Module, edit: Edit) -> libcst.Module:
     line = f"from {edit.imports} import {edit.value}"
-    index = _import_index(ast.parse(module.bytes))
-    statements = list(module.body)
+    tree = ast.parse(module.bytes)
+    index, statements = _import_index(tree, edit.range.line), list(module.body)
     if index < len(statements) and isinstance(statements[index], cst.BaseCompoundStatement) and not index:
         raise Refusal(f"{edit.file} has no imports, behind which another could be added")
-    if sum(len(getattr(each, "body", ())) for each in statements[:index]) != index:
+    if any(isinstance(each, cst.SimpleStatementLine) and len(each.body) != 1 for each in statements[:index]):
         raise Refusal(f"{edit.file} has several statements on a line where an import is to be added")
+    if any(_binds(node, edit.value) for node in ast.walk(tree)):
+        raise Refusal(f"{edit.file} has another {edit.value} of its own")
     config = module.config_for_parsing
     added = cst.parse_module(line + module.default_newline, config).body[0]
     return module.with_changes(body=[*statements[:index], added, *statements[index:]])
+
+
+def _binds(node: ast.AST, name: str) -> bool:
+    if isinstance(node, ast.Name):
+        return node.id == name and not isinstance(node.ctx, ast.Load)
+    return name in (getattr(node, "name", None), getattr(node, "asname", None)) and not isinstance(
+        node, ast.ExceptHandler
+    )
 
 
 def _replacement(cst: Any, target: Any, edit: Edit) -> Any:

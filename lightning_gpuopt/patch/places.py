@@ -13,6 +13,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from lightning_gpuopt.patch import declared
+from lightning_gpuopt.patch.expressions import (
+    DEFAULTS,
+    POSITIONAL,
+    default_of_parameter,
+    first_of_tuple,
+    fits,
+    imported_reads,
+    is_gathered,
+    member_of,
+    targets_of,
+)
+from lightning_gpuopt.patch.reads import Reads
 from lightning_gpuopt.patch.sources import (
     FUNCTIONS,
     Binding,
@@ -21,7 +33,6 @@ from lightning_gpuopt.patch.sources import (
     Refusal,
     SourceFile,
     Sources,
-    key_of,
     last_name,
     literal_of,
     parameters,
@@ -29,18 +40,6 @@ from lightning_gpuopt.patch.sources import (
 )
 from lightning_gpuopt.watch.code_facts import CallSite, Made, RunCode
 
-# positional parameters of torch's DataLoader (2.4 to 2.13); Lightning's Trainer has none
-_POSITIONAL: Final = (
-    *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory"),
-    *("drop_last", "timeout", "worker_init_fn", "multiprocessing_context", "generator"),
-)
-# what an argument is that nobody gives; a loader without workers has no prefetch_factor, one with them 2
-_DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
-    "num_workers": (0,), "prefetch_factor": (None, 2), "pin_memory": (False,), "persistent_workers": (False,),
-    "batch_size": (1, None), "drop_last": (False,), "timeout": (0,), "shuffle": (None, False),
-    "accelerator": ("auto",), "strategy": ("auto",), "precision": (None,), "benchmark": (None,),
-    "log_every_n_steps": (None, 50),
-}  # fmt: skip
 _TRANSPARENT: Final = ("staticmethod", "classmethod", "override", "property", "no_grad", "inference_mode")
 _MAX_HOPS: Final = 40
 
@@ -72,8 +71,7 @@ class Places:
     def _begin(self, name: str, now: Any, value: Any) -> None:
         self._name, self._now, self._value = name, now, value
         self._is_text = False  # the literal may be a string that int() reads
-        self._followed: set[ast.AST] = set()  # the reads on the way
-        self._other_reads: list[tuple[SourceFile, ast.AST]] = []  # who else reads what was followed
+        self._reads = Reads(self._sources)
         self._passed: list[CallSite] = []  # the calls through which the value has come
         self._hops = 0
 
@@ -83,7 +81,10 @@ class Places:
         """The edit that gives a loader or a Trainer this setting."""
         self._begin(name, made.values.get(name), value)
         file, call, calls = self.call(made)
-        edit = self._argument(file, call, calls, name, _POSITIONAL, _DEFAULTS.get(name, (None,)))
+        try:
+            edit = self._argument(file, call, calls, name, POSITIONAL, DEFAULTS.get(name, (None,)))
+        except (_Missing, _NoCall):
+            raise Refusal(f"where {name} gets its value is not written as one literal") from None
         self._refuse_shared(made)
         return edit
 
@@ -113,17 +114,37 @@ class Places:
             raise Refusal(f"the {made.name} is made at {Path(site.file).name}:{site.line}, where {how}")
         self._passed.append(site)
         self._refuse_several(made)
+        self._refuse_explicit_self(file, found[0])
         return file, found[0], made.calls
 
+    def _refuse_explicit_self(self, file: SourceFile, call: ast.Call, decorators: Sequence[ast.expr] = ()) -> None:
+        """``Base.__init__(self, ...)``: arguments by place begin one later."""
+        func = call.func
+        if not isinstance(func, ast.Attribute) or any(
+            last_name(each) in ("staticmethod", "classmethod") for each in decorators
+        ):
+            return
+        by_super = isinstance(func.value, ast.Call) and last_name(func.value.func) == "super"
+        if (func.attr == "__init__" and not by_super) or isinstance(
+            self._sources.definition(file, func.value)[0], ast.ClassDef
+        ):
+            raise Refusal(f"the call at {file.at(call)} gives the object itself as an argument")
+
     def _refuse_several(self, made: Made) -> None:
+        way = self._way_of(made)
         for site in self._passed:
-            if any(site in each.calls and each.dataset != made.dataset for each in self._code.loaders):
+            made_here = [each for each in self._code.loaders if site in each.calls]
+            if any(each.dataset != made.dataset or self._way_of(each) != way for each in made_here):
                 place = f"{Path(site.file).name}:{site.line}"
                 raise Refusal(f"the call at {place} has made other loaders as well: they would change, too")
 
+    def _way_of(self, made: Made) -> list[CallSite]:
+        """The calls in the user's files through which an object was made."""
+        return [each for each in made.calls if self._is_users(each)]
+
     def _refuse_shared(self, made: Made) -> None:
         self._refuse_several(made)
-        others = dict.fromkeys(file.at(node) for file, node in self._other_reads if node not in self._followed)
+        others = self._reads.others
         if others:
             raise Refusal(f"what sets {self._name} is read in other places, too: {', '.join(others)}; set it by hand")
 
@@ -140,7 +161,17 @@ class Places:
     def _by_its_arguments(self, made: Made) -> tuple[SourceFile, ast.Call, tuple[CallSite, ...]]:
         """The only call whose class, arguments and literal values are those of an object that was made before."""
         calls = [(file, node) for file in self._sources.all for node in file.nodes if isinstance(node, ast.Call)]
-        found = [each for each in calls if self._makes(*each, made.name) and _fits(each[1], made.values)]
+        found = [each for each in calls if self._makes(*each, made.name) and fits(each[1], made.values)]
+        for file in self._sources.all:
+            for node in file.nodes:
+                parent = file.parents.get(node)
+                used = isinstance(node, (ast.Name, ast.Attribute)) and self._original_name(file, node) == made.name
+                if (
+                    used
+                    and not (isinstance(parent, ast.Call) and parent.func is node)
+                    and not isinstance(parent, (ast.ClassDef, ast.arg, *FUNCTIONS))
+                ):
+                    raise Refusal(f"where the {made.name} is made was not seen, and {file.at(node)} may make it")
         if len(found) == 1 and last_name(found[0][1].func) != "__init__":
             return (*found[0], ())
         several = f"several calls could be the one: {', '.join(file.at(node) for file, node in found)}"
@@ -164,7 +195,7 @@ class Places:
             return self._resolve(replace(at, node=node.args[0]))
         if not path and (variable := declared.variable(node)) is not None:
             return self._from_environment(at, *variable)
-        if (member := _member(node)) is not None:
+        if (member := member_of(node)) is not None:
             return self._of_member(at, *member, path)
         if isinstance(node, ast.Dict) and path:
             pairs = list(zip(node.keys, node.values, strict=True))
@@ -177,7 +208,7 @@ class Places:
     def _at_literal(self, at: _At, literal: Any, direct: Edit | None) -> Edit:
         of_text = self._is_text and isinstance(literal, str)
         same = literal == str(self._now) if of_text else type(literal) is type(self._now) and literal == self._now
-        if not same and not (literal is None and self._now in _DEFAULTS.get(self._name, ())):
+        if not same and not (literal is None and self._now in DEFAULTS.get(self._name, ())):
             raise Refusal(f"{literal!r} is written at {at.file.at(at.node)}, and the run has used {self._now!r}")
         value = repr(str(self._value)) if of_text else repr(self._value)
         return replace(direct or Edit(at.file.name, Range.of(at.node), ""), value=value)
@@ -191,10 +222,6 @@ class Places:
             raise Refusal(f"`{path[0]}` is not written at {at.file.at(at.node)} as one key of its own")
         return self._resolve(replace(at, node=found[0]), path[1:])
 
-    def _note_reads(self, own: ast.AST, reads: Sequence[ast.AST], file: SourceFile) -> None:
-        self._followed.add(own)
-        self._other_reads += [(file, each) for each in reads]
-
     # ---- names ----
 
     def _binding(self, at: _At) -> Binding:
@@ -204,6 +231,8 @@ class Places:
         if len(found) > 1 or at.file.is_declared_global(at.node.id):
             where = ", ".join(dict.fromkeys(at.file.at(each.node) for each in found))
             raise Refusal(f"`{at.node.id}` is assigned in more than one place: {where}")
+        if any(isinstance(node, ast.alias) and node.name == "*" for node in at.file.nodes):
+            raise Refusal(f"`{at.node.id}` may come from an `import *` in {Path(at.file.name).name}")
         return found[0]
 
     def _named(self, at: _At, path: tuple[str, ...]) -> Edit:
@@ -214,17 +243,21 @@ class Places:
         if isinstance(node, ast.ClassDef) and path:
             return self._of_class(node, file, path)
         if isinstance(node, ast.arg):
-            self._note_reads(at.node, [] if path and not _is_gathered(bound) else file.reads(name, bound.scope), file)
+            self._reads.note(at.node, [] if path and not is_gathered(bound) else file.reads(name, bound.scope), file)
             return self._from_caller(at, bound.scope, name, path)
         if path and (changed := file.changes_of(name)):
             raise Refusal(f"`{name}` may be changed at {file.at(changed[0])}")
-        value = bound.value if bound.value is not None else _first_of_tuple(file, node)
+        value = bound.value if bound.value is not None else first_of_tuple(file, node)
         if value is None:
             raise Refusal(f"`{name}` gets its value at {file.at(node)} in a way that is not followed")
         is_constant = isinstance(bound.scope, ast.Module)
+        if path:
+            self._reads.note_whole(at.node, file.reads(name, bound.scope), file, path)
+            for each in self._sources.all if is_constant else ():
+                self._reads.note_whole(at.node, [*imported_reads(each, name), *each.member_reads(name)], each, path)
         if not path:
-            self._note_reads(at.node, file.reads(name, bound.scope), file)
-            if is_constant:
+            self._reads.note(at.node, file.reads(name, bound.scope), file)
+            if is_constant or isinstance(bound.scope, ast.ClassDef):
                 self._note_importers(name)
         here = file.function_of(at.node) is file.function_of(node)
         return self._resolve(_At(file, value, at.calls if here else ()), path)
@@ -234,47 +267,16 @@ class Places:
         for each in self._sources.all:
             if stored := each.stores(name):
                 raise Refusal(f"`{name}` may be set at {each.at(stored[0])} as well")
-            imported = any(isinstance(node, ast.alias) and node.name == name for node in each.nodes)
-            named = each.reads(name) if imported else []
-            self._note_reads(each.tree, [*named, *(node for node in each.member_reads(name))], each)
+            self._reads.note(each.tree, [*imported_reads(each, name), *each.member_reads(name)], each)
 
     def _imported(self, at: _At, alias: ast.alias, path: tuple[str, ...]) -> Edit:
-        module, name = self._module_of(at.file, alias)
+        module, name = self._sources.module_of(at.file, alias)
         if module is not None and name is None and path:
             name, path = path[0], path[1:]
         if module is None or name is None:
             raise Refusal(f"`{shortened(at.node)}` at {at.file.at(at.node)} is imported from a library")
-        self._followed.add(at.node)
+        self._reads.followed.add(at.node)
         return self._named(_At(module, module.name_at_end(name)), path)
-
-    def _module_of(self, file: SourceFile, alias: ast.alias) -> tuple[SourceFile | None, str | None]:
-        """The module that an import names, and the name in it; None for the module itself."""
-        statement = file.parents[alias]
-        if isinstance(statement, ast.Import):
-            dotted = alias.asname is None and "." in alias.name
-            return None if dotted else self._sources.module(alias.name, file), None
-        assert isinstance(statement, ast.ImportFrom)
-        inner = ".".join(filter(None, (statement.module, alias.name)))
-        as_module = self._sources.module(inner, file, statement.level)
-        if as_module is not None:
-            return as_module, None
-        return self._sources.module(statement.module or "", file, statement.level), alias.name
-
-    def _definition(self, file: SourceFile, func: ast.AST) -> tuple[Any, SourceFile]:
-        """The user's class or function that a name stands for, and its file; None for others."""
-        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
-            bound = file.bindings(func.value.id, func)
-            if len(bound) == 1 and isinstance(bound[0].node, ast.alias):
-                module, name = self._module_of(file, bound[0].node)
-                if module is not None and name is None:
-                    return self._definition(module, module.name_at_end(func.attr))
-        bound = file.bindings(func.id, func) if isinstance(func, ast.Name) else []
-        if len(bound) != 1:
-            return None, file
-        if isinstance(bound[0].node, ast.alias):
-            module, name = self._module_of(file, bound[0].node)
-            return self._definition(module, module.name_at_end(name)) if module is not None and name else (None, file)
-        return bound[0].node, file
 
     # ---- arguments ----
 
@@ -294,8 +296,21 @@ class Places:
             return self._resolve(_At(file, call.args[index], calls), path, replace(direct, positional=index))
         for each in (each.value for each in call.keywords if each.arg is None):
             try:
+                self._reads.unpacked = True
                 if isinstance(each, ast.Name):  # what is unpacked may be changed wherever it is named
-                    self._note_reads(each, file.reads(each.id), file)
+                    self._reads.note(each, file.reads(each.id), file)
+                elif (
+                    isinstance(each, ast.Call)
+                    and not isinstance(each.func, ast.Call)
+                    and last_name(each.func) != "dict"
+                ):
+                    for other in self._sources.all:
+                        same = [
+                            n
+                            for n in other.nodes
+                            if isinstance(n, ast.Call) and last_name(n.func) == last_name(each.func)
+                        ]
+                        self._reads.note(each, same, other)
                 return self._resolve(_At(file, each, calls), (name, *path))
             except _Missing:
                 continue
@@ -322,14 +337,17 @@ class Places:
         if isinstance(function, ast.Lambda) or [each for each in odd if not declared.is_command(each)]:
             raise Refusal(f"what calls the function at {file.at(function)} stands behind a decorator or a lambda")
         caller, call, calls = self._caller(at, function)
+        self._refuse_explicit_self(caller, call, decorators)
         if function.args.kwarg is not None and function.args.kwarg.arg == name:
             if not path:
                 raise Refusal(f"`{name}` at {file.at(at.node)} holds all keyword arguments")
-            return self._argument(caller, call, calls, path[0], (), _DEFAULTS.get(path[0], ()), path[1:])
+            return self._argument(caller, call, calls, path[0], (), DEFAULTS.get(path[0], ()), path[1:])
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
         is_static = any(last_name(each) == "staticmethod" for each in decorators)
         names = names[1:] if file.class_of(function) is not None and not is_static else names
-        default = () if any(each.arg == name for each in function.args.posonlyargs) else _default(function, name)
+        default = (
+            () if any(each.arg == name for each in function.args.posonlyargs) else default_of_parameter(function, name)
+        )
         return self._argument(caller, call, calls, name, names, default, path)
 
     def _caller(self, at: _At, function: Any) -> tuple[SourceFile, ast.Call, tuple[CallSite, ...]]:
@@ -359,7 +377,7 @@ class Places:
         name = self._original_name(file, call.func)
         if function.name != "__init__" or cls is None:
             return bool(name == function.name)
-        return name == "__init__" or name in self._constructed_as(cls)
+        return name == "__init__" or name in self._sources.constructed_as(cls)
 
     def _original_name(self, file: SourceFile, func: ast.AST) -> str:
         """A function's or class's name where it is defined, though it may be imported under another."""
@@ -367,24 +385,17 @@ class Places:
         alias = bound[0].node if len(bound) == 1 else None
         return alias.name.rpartition(".")[2] if isinstance(alias, ast.alias) else last_name(func)
 
-    def _constructed_as(self, cls: ast.ClassDef) -> set[str]:
-        """The names of a class, and of those that inherit its constructor."""
-        names, before = {cls.name}, 0
-        while len(names) != before:
-            before = len(names)
-            for each in self._classes():
-                has_own = any(isinstance(node, ast.FunctionDef) and node.name == "__init__" for node in each.body)
-                if not has_own and any(last_name(base) in names for base in each.bases):
-                    names.add(each.name)
-        return names
-
-    def _classes(self) -> Iterator[ast.ClassDef]:
-        return (node for file in self._sources.all for node in file.nodes if isinstance(node, ast.ClassDef))
-
     def _all_calls(self, function: Any, cls: ast.ClassDef | None) -> Iterator[tuple[SourceFile, ast.Call]]:
         """All calls of a function by its name; another use of its name raises Refusal."""
-        names = self._constructed_as(cls) if function.name == "__init__" and cls is not None else {function.name}
+        names = (
+            self._sources.constructed_as(cls) if function.name == "__init__" and cls is not None else {function.name}
+        )
+        self._reads.refuse_named_in_text(function.name)
         for file in self._sources.all:
+            for call in (each for each in file.nodes if isinstance(each, ast.Call) and function.name == "__init__"):
+                by_type = isinstance(call.func, ast.Call) and last_name(call.func.func) == "type"
+                if by_type or last_name(call.func) in ("cls", "__class__"):
+                    raise Refusal(f"a class is made at {file.at(call)} in a way that is not followed")
             for node in (each for each in file.nodes if isinstance(each, (ast.Name, ast.Attribute))):
                 parent = file.parents.get(node)
                 is_called = isinstance(parent, ast.Call) and parent.func is node
@@ -395,7 +406,8 @@ class Places:
                 elif is_called and self._original_name(file, node) in names:
                     yield file, parent  # type: ignore[misc]
                 elif last_name(node) in names and isinstance(node.ctx, ast.Load) and not is_called:
-                    harmless = isinstance(parent, (ast.ClassDef, ast.arg, ast.AnnAssign, ast.Attribute, *FUNCTIONS))
+                    harmless = isinstance(parent, (ast.ClassDef, ast.arg, ast.Attribute, *FUNCTIONS))
+                    harmless |= isinstance(parent, ast.AnnAssign) and parent.annotation is node
                     if not harmless and "CLI" not in last_name(parent.func if isinstance(parent, ast.Call) else node):
                         raise Refusal(f"`{last_name(node)}` is used at {file.at(node)} in a way that is not followed")
 
@@ -406,9 +418,12 @@ class Places:
         cls, own = self._own_class(at.file, base), None
         if cls is None and last_name(base) == "hparams" and isinstance(base, ast.Attribute):
             own = self._own_class(at.file, base.value)
-        if not path:  # this member has the value
-            for file in self._sources.all:
-                self._note_reads(at.node, file.member_reads(key), file)
+        for file in self._sources.all:
+            if path:
+                self._reads.note_whole(at.node, file.member_reads(key), file, path)
+            else:  # this member has the value
+                self._reads.note(at.node, file.member_reads(key), file)
+        self._reads.refuse_named_in_text(key, constant=True)
         try:
             if cls is not None:
                 return self._of_class(cls, at.file, (key, *path))
@@ -452,14 +467,20 @@ class Places:
         ):
             listed = ", ".join(each.at(node) for each, node in stored)
             raise Refusal(f"`{key}` is set at {listed}: expected one plain assignment to it in its class")
-        if owner is not cls and owner.name not in self._bases(cls):
+        if any(last_name(target) == key for each in cls.body for target in targets_of(each)):
+            raise Refusal(f"`{key}` is set in the body of `{cls.name}` and at {where.at(store)}")
+        if owner is not cls and owner.name not in self._sources.bases(cls):
             raise Refusal(f"`{key}` is set at {where.at(store)}, in another class than `{cls.name}`")
         return self._resolve(_At(where, parent.value), path[1:])
 
     def _of_class_body(self, cls: ast.ClassDef, file: SourceFile, path: tuple[str, ...]) -> Edit:
         """A class attribute, or a dataclass's default."""
         plain = [each for each in cls.body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value is not None]
-        found = [each.value for each in plain if any(last_name(target) == path[0] for target in _targets(each))]
+        found = [each.value for each in plain if any(last_name(target) == path[0] for target in targets_of(each))]
+        for each in self._sources.classes:
+            own = [t for n in each.body if isinstance(n, (ast.Assign, ast.AnnAssign)) for t in targets_of(n)]
+            if each is not cls and cls.name in self._sources.bases(each) and any(last_name(t) == path[0] for t in own):
+                raise Refusal(f"`{path[0]}` of `{cls.name}` is set in `{each.name}`, too")
         if len(found) != 1 or found[0] is None:
             raise Refusal(f"`{path[0]}` of `{cls.name}` at {file.at(cls)} is not written there, once")
         value = found[0]
@@ -474,14 +495,8 @@ class Places:
         saves = [each for each in calls if last_name(each.func) == "save_hyperparameters"]
         if len(saves) != 1 or saves[0].args or not any(each.arg == key for each in parameters(init)):
             raise Refusal(f"`{shortened(at.node)}` at {at.file.at(at.node)} cannot be followed")
-        self._note_reads(at.node, at.file.reads(key, init), at.file)
+        self._reads.note(at.node, at.file.reads(key, init), at.file)
         return self._from_caller(_At(at.file, saves[0]), init, key, path)
-
-    def _bases(self, cls: ast.ClassDef) -> set[str]:
-        names = {last_name(base) for base in cls.bases}
-        return names.union(
-            *({last_name(base) for base in each.bases} for each in self._classes() if each.name in names)
-        )
 
     def _of_call(self, at: _At, node: ast.Call, path: tuple[str, ...]) -> Edit:
         """A member of what a call gives."""
@@ -495,7 +510,7 @@ class Places:
             return declared.in_yaml(self._code, [target], [path], self._now, self._value)
         if name in ("dict", "SimpleNamespace", "Namespace") and not node.args:
             return self._of_pairs(at, [(each.arg, each.value) for each in node.keywords], path)
-        found, where = self._definition(file, node.func)
+        found, where = self._sources.definition(file, node.func)
         if isinstance(found, ast.ClassDef):
             return self._of_object(at, found, where, path)
         if isinstance(found, ast.FunctionDef) and not found.decorator_list:
@@ -533,61 +548,10 @@ class Places:
             )
         for file in self._sources.all:
             named = [each for each in file.nodes if isinstance(each, ast.Constant) and each.value == name]
-            self._note_reads(at.node, [each for each in named if file.parents[each] is not at.node], file)
+            self._reads.note(at.node, [each for each in named if file.parents[each] is not at.node], file)
         return self._resolve(replace(at, node=default))
 
     def _from_lightning_cli(self, cls: ast.ClassDef | None, key: str) -> Edit:
         assert cls is not None
-        bases = [*self._bases(cls), cls.name]
+        bases = [*self._sources.bases(cls), cls.name]
         return declared.of_lightning_cli(self._code, bases, key, self._now, self._value)
-
-
-def _member(node: ast.AST) -> tuple[ast.expr, str] | None:
-    """An object, and the attribute or key of it that an expression is."""
-    if isinstance(node, ast.Attribute):
-        return node.value, node.attr
-    if isinstance(node, ast.Subscript) and isinstance(key_of(node), str):
-        return node.value, key_of(node)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get" and node.args:
-        key = literal_of(node.args[0])
-        return (node.func.value, key[0]) if key and isinstance(key[0], str) else None
-    return None
-
-
-def _first_of_tuple(file: SourceFile, node: ast.AST) -> ast.expr | None:
-    """``args, rest = parser.parse_known_args()``: the call."""
-    parent = file.parents[node]
-    statement = file.parents.get(parent)
-    if isinstance(parent, ast.Tuple) and parent.elts[0] is node and isinstance(statement, ast.Assign):
-        value = statement.value
-        return value if isinstance(value, ast.Call) and last_name(value.func) == "parse_known_args" else None
-    return None
-
-
-def _is_gathered(bound: Binding) -> bool:
-    return isinstance(bound.scope, FUNCTIONS) and bound.node is bound.scope.args.kwarg
-
-
-def _default(function: Any, name: str) -> tuple[Any, ...]:
-    given = function.args
-    pairs = [*zip(reversed([*given.posonlyargs, *given.args]), reversed(given.defaults), strict=False)]
-    pairs += [*zip(given.kwonlyargs, given.kw_defaults, strict=True)]
-    found = next((value for each, value in pairs if each.arg == name), None)
-    return literal_of(found) if found is not None else ()
-
-
-def _fits(call: ast.Call, values: dict[str, Any]) -> bool:
-    """Whether a call's literals are an object's values, and what it leaves out the defaults, as far as is written."""
-    given = {each.arg: each.value for each in call.keywords} | dict(zip(_POSITIONAL, call.args, strict=False))
-    if None in given or "batch_sampler" in given or any(isinstance(each, ast.Starred) for each in call.args):
-        return True
-    for name, value in values.items():
-        allowed = (value,) if name in given else (*_DEFAULTS.get(name, ()),)
-        literal = literal_of(given[name]) if name in given else ()
-        if (name not in given and value not in allowed) or (literal and literal[0] not in (*allowed, None)):
-            return False
-    return True
-
-
-def _targets(node: ast.Assign | ast.AnnAssign) -> list[ast.expr]:
-    return list(node.targets) if isinstance(node, ast.Assign) else [node.target]

@@ -18,7 +18,6 @@ from lightning_gpuopt.patch.places import Places
 from lightning_gpuopt.patch.sources import Edit, Range, Refusal, Sources, last_name
 from lightning_gpuopt.watch.code_facts import Made, RunCode, tree_of
 
-PATCH_FILE: Final = "fix.patch"
 _LOADER_SETTINGS: Final = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 # what SampleLoader has no argument for
 _NOT_OF_SAMPLE_LOADER: Final = (
@@ -116,6 +115,7 @@ def patch_of(report: RunRecord, code: RunCode, sources: Sources) -> Patch:
     done: list[tuple[Setting, list[Edit]]] = []
     for setting in settings_of(report):
         try:
+            _refuse_without_workers(code, setting, [each for each, _ in done])
             edits = _edits(places, sources, code, setting)
             _refuse_foreign(code, edits)
             for file in dict.fromkeys(each.file for each in edits):
@@ -174,7 +174,7 @@ def _edits(places: Places, sources: Sources, code: RunCode, setting: Setting) ->
             raise Refusal(f"{setting.value}: more than one expression; the Trainer is made at {file.at(call)}")
         if setting.name == "device_prefetch":
             edit = places.added(code.trainer, "callbacks", "CudaPrefetcher()")
-            return [edit, Edit(edit.file, Range(1, 0, 1, 0), "CudaPrefetcher", imports="lightning_gpuopt")]
+            return [edit, replace(edit, value="CudaPrefetcher", keyword="", item=False, imports="lightning_gpuopt")]
         now = code.trainer.values.get(setting.name)
         if setting.name == "log_every_n_steps" and (now is None or now >= _LOG_EVERY):
             raise Refusal(f"it is {now or _LOG_EVERY} already")
@@ -186,6 +186,17 @@ def _edits(places: Places, sources: Sources, code: RunCode, setting: Setting) ->
     if setting.name == "sample_parallel":
         return _as_sample_loader(places, code.training[0])
     return [places.setting(code.training[0], setting.name, setting.value)]
+
+
+def _refuse_without_workers(code: RunCode, setting: Setting, done: Sequence[Setting]) -> None:
+    """A DataLoader without workers refuses these, and a SampleLoader has no argument for them."""
+    works = any(each.name == "num_workers" for each in done) or any(
+        each.values.get("num_workers") for each in code.training
+    )
+    if setting.name in ("prefetch_factor", "persistent_workers") and not works:
+        raise Refusal("num_workers is not edited, and without workers a DataLoader refuses it: set both by hand")
+    if setting.name == "sample_parallel" and any(each.name in _NOT_OF_SAMPLE_LOADER for each in done):
+        raise Refusal("SampleLoader has no argument for another setting that is kept")
 
 
 def _as_sample_loader(places: Places, made: Made) -> list[Edit]:
@@ -207,7 +218,7 @@ def _as_sample_loader(places: Places, made: Made) -> list[Edit]:
         raise Refusal(f"num_workers is not given at {file.at(call)}: SampleLoader would choose it")
     return [
         Edit(file.name, Range.of(call), "SampleLoader", renames=True),
-        Edit(file.name, Range(1, 0, 1, 0), "SampleLoader", imports="lightning_gpuopt"),
+        Edit(file.name, Range.of(call), "SampleLoader", imports="lightning_gpuopt"),
     ]
 
 
@@ -230,6 +241,10 @@ def _without_item(sources: Sources, code: RunCode, where: str) -> Edit:
     ]
     if len(items) != 1 or not isinstance(parents[0], ast.Call) or ast.unparse(parents[0].func) != "self.log":
         raise Refusal(f"{place[1]}:{line} waits for the GPU, and is no self.log(..., x.item())")
+    if items[0] is not next(
+        iter([*parents[0].args[1:2], *(each.value for each in parents[0].keywords if each.arg == "value")]), None
+    ):
+        raise Refusal(f"{place[1]}:{line} waits for the GPU in another argument than what is logged")
     value: Any = items[0].func
     return Edit(
         file.name, Range.of(items[0]), ast.get_source_segment(file.text, value.value) or ast.unparse(value.value)

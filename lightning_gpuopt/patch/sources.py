@@ -134,6 +134,9 @@ class SourceFile:
         """Where an attribute or a key of this name is read."""
         return [node for node in self.nodes if _reads_member(node, name)]
 
+    def has_text(self, text: str) -> bool:
+        return any(isinstance(node, ast.Constant) and node.value == text for node in self.nodes)
+
     def stores(self, name: str) -> list[ast.AST]:
         """Where an attribute or a key of this name is set, or may be."""
         return [node for node in self.nodes if _may_set_member(node, name)]
@@ -202,6 +205,56 @@ class Sources:
         file = self._code.modules.get(name)
         return self.file(file) if file is not None else None
 
+    def module_of(self, file: SourceFile, alias: ast.alias) -> tuple[SourceFile | None, str | None]:
+        """The module that an import names, and the name in it; None for the module itself."""
+        statement = file.parents[alias]
+        if isinstance(statement, ast.Import):
+            dotted = alias.asname is None and "." in alias.name
+            return None if dotted else self.module(alias.name, file), None
+        assert isinstance(statement, ast.ImportFrom)
+        inner = ".".join(filter(None, (statement.module, alias.name)))
+        as_module = self.module(inner, file, statement.level)
+        if as_module is not None:
+            return as_module, None
+        return self.module(statement.module or "", file, statement.level), alias.name
+
+    def definition(self, file: SourceFile, func: ast.AST) -> tuple[Any, SourceFile]:
+        """The user's class or function that a name stands for, and its file; None for others."""
+        if isinstance(func, ast.Attribute) and isinstance(func.value, ast.Name):
+            bound = file.bindings(func.value.id, func)
+            if len(bound) == 1 and isinstance(bound[0].node, ast.alias):
+                module, name = self.module_of(file, bound[0].node)
+                if module is not None and name is None:
+                    return self.definition(module, module.name_at_end(func.attr))
+        bound = file.bindings(func.id, func) if isinstance(func, ast.Name) else []
+        if len(bound) != 1:
+            return None, file
+        if isinstance(bound[0].node, ast.alias):
+            module, name = self.module_of(file, bound[0].node)
+            return self.definition(module, module.name_at_end(name)) if module is not None and name else (None, file)
+        return bound[0].node, file
+
+    def constructed_as(self, cls: ast.ClassDef) -> set[str]:
+        """The names of a class, and of those that inherit its constructor."""
+        names, before = {cls.name}, 0
+        while len(names) != before:
+            before = len(names)
+            for each in self.classes:
+                has_own = any(isinstance(node, ast.FunctionDef) and node.name == "__init__" for node in each.body)
+                if not has_own and any(last_name(base) in names for base in each.bases):
+                    names.add(each.name)
+        return names
+
+    @property
+    def classes(self) -> Iterator[ast.ClassDef]:
+        """All classes of the user's."""
+        return (node for file in self.all for node in file.nodes if isinstance(node, ast.ClassDef))
+
+    def bases(self, cls: ast.ClassDef) -> set[str]:
+        """The names of a class's bases, and of theirs."""
+        names = {last_name(base) for base in cls.bases}
+        return names.union(*({last_name(base) for base in each.bases} for each in self.classes if each.name in names))
+
 
 def last_name(expression: ast.AST) -> str:
     """The last part of a dotted name: ``DataLoader`` of ``torch.utils.data.DataLoader``; empty for anything else."""
@@ -231,13 +284,10 @@ def key_of(node: ast.Subscript) -> Any:
 def _reads_member(node: ast.AST, name: str) -> bool:
     if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Load):
         return node.attr == name if isinstance(node, ast.Attribute) else key_of(node) == name
-    is_call = isinstance(node, ast.Call) and last_name(node.func) in (
-        "get",
-        "getattr",
-        "pop",
-        "attrgetter",
-        "itemgetter",
-    )
+    if isinstance(node, ast.MatchClass):
+        return name in node.kwd_attrs
+    readers = ("get", "getattr", "pop", "attrgetter", "itemgetter")
+    is_call = isinstance(node, ast.Call) and last_name(node.func) in readers
     return is_call and any(isinstance(each, ast.Constant) and each.value == name for each in node.args)  # type: ignore[attr-defined]
 
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from lightning_gpuopt.compat.lightning import Trainer
@@ -25,6 +26,7 @@ from lightning_gpuopt.timeline.frames import is_own
 CODE_FILE: Final = "code.json"
 _OURS: Final = str(Path(__file__).parents[1]) + os.sep
 _MAX_FILES: Final = 500
+_MAX_ENTRIES: Final = 2_000  # of a folder: one with more holds data
 _MAX_BYTES: Final = 2**20  # of a source file: larger ones are data
 
 
@@ -62,7 +64,6 @@ class RunCode:
     folder: str  # the working directory
     script: str  # the main module's file; empty without one
     arguments: tuple[str, ...]  # of the script
-    command: tuple[str, ...] = ()  # that was watched
     files: dict[str, str] = field(default_factory=dict)  # the user's source files: SHA-256 by path
     modules: dict[str, str] = field(default_factory=dict)  # their paths by the module's name
     cells: dict[str, str] = field(default_factory=dict)  # the text of a notebook's cells, by the name of their code
@@ -81,7 +82,7 @@ class RunCode:
         """Read what :meth:`to_json` has written; ValueError, KeyError or TypeError if it is something else."""
         data = json.loads(text)
         many = {name: tuple(map(Made.of, data[name])) for name in ("loaders", "training")}
-        plain = {name: tuple(data[name]) for name in ("arguments", "command", "variables", "paths", "windows_s")}
+        plain = {name: tuple(data[name]) for name in ("arguments", "variables", "paths", "windows_s")}
         trainer = Made.of(data["trainer"]) if data["trainer"] is not None else None
         return RunCode(**{**data, **many, **plain, "trainer": trainer})
 
@@ -167,6 +168,7 @@ def _made_of(loader: Any) -> Made:
         return alike[-1]
     names = ("batch_size", "num_workers", "pin_memory", "drop_last", "timeout", "prefetch_factor", "persistent_workers")
     values = {name: getattr(loader, name, None) for name in names}
+    values = {name: each for name, each in values.items() if each is None or type(each) in (bool, int, float, str)}
     calls = own["calls"] if own is not None and not same else ()
     return Made.of({"name": type(loader).__name__, "values": values, "calls": calls, "dataset": dataset})
 
@@ -180,7 +182,7 @@ def _trainer_made(trainer: Trainer) -> Made | None:
 
 def _modules() -> Iterator[tuple[str, str]]:
     for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
+        file = object.__getattribute__(module, "__dict__").get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and file.endswith(".py") and is_own(os.path.abspath(file)):
             yield name, os.path.abspath(file)
 
@@ -194,11 +196,21 @@ def _source_files(made: Iterable[Made] = ()) -> list[str]:
 def _configurations() -> list[str]:
     """YAML that the command line names, or that lies where projects have it; no folder of data is looked through."""
     named = [argument.rpartition("=")[2] for argument in sys.argv[1:]]
-    files = [Path(each) for each in named if each.endswith((".yaml", ".yml"))]
-    for folder in (Path.cwd(), Path(sys.argv[0] or ".").absolute().parent):
-        for pattern in ("*.y*ml", *(f"{name}/{below}*.y*ml" for name in ("conf*", "cfg*") for below in ("", "*/"))):
-            files += sorted(islice(folder.glob(pattern), _MAX_FILES))
-    return list(dict.fromkeys(os.path.abspath(each) for each in files))
+    files = [os.path.abspath(each) for each in named if each.endswith((".yaml", ".yml"))]
+    for folder in (os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0] or "."))):
+        files += sorted(_yaml_in(folder, deeper=2))
+    return list(dict.fromkeys(files))
+
+
+def _yaml_in(folder: str, *, deeper: int) -> Iterator[str]:
+    """The YAML files of a folder, and of folders of configurations in it; none of a folder with very many entries."""
+    with os.scandir(folder) as listed:
+        entries = list(islice(listed, _MAX_ENTRIES))
+    for each in entries if len(entries) < _MAX_ENTRIES else ():
+        if each.name.endswith((".yaml", ".yml")):
+            yield each.path
+        elif deeper and (deeper == 1 or each.name.startswith(("conf", "cfg"))) and each.is_dir():
+            yield from _yaml_in(each.path, deeper=deeper - 1)
 
 
 def _hashed(files: Iterable[str]) -> Iterator[tuple[str, str]]:

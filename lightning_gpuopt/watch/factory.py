@@ -190,7 +190,10 @@ class WatchedRun(CallbackBase):
 
     def _watch_code(self, trainer: Trainer, detector: StallDetector, autofix: AutoFix | None) -> None:
         """Note where the loaders were made, for a patch."""
-        self._code = CodeWatch(trainer, lambda: autofix.changes if autofix is not None else [])
+        with suppress(Exception):  # without it there is no patch, and the measurement goes on
+            self._code = CodeWatch(trainer, lambda: autofix.changes if autofix is not None else [])
+        if self._code is None:
+            return
         self._unsubscribe = LoaderRegistry.of(trainer).subscribe(self._code, trainer)
         detector.add_listener(self._code)
 
@@ -225,7 +228,7 @@ class WatchedRun(CallbackBase):
         elif folder is not None and self._of_loader is not None:  # the detector's own has other batches in it
             self._of_loader.save_json(folder / "report.json")
         if folder is not None and self._code is not None and detector is not None and detector.report.steps:
-            with suppress(OSError):
+            with suppress(Exception):
                 write_whole(folder / CODE_FILE, self._code.facts().to_json())
         self._note_end()
 

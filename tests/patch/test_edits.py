@@ -80,7 +80,7 @@ def test_several_edits_of_one_file_are_made_by_their_places_before_any():
         Edit("a.py", call, "SampleLoader", renames=True),
         Edit("a.py", number, "2"),
         Edit("a.py", call, "True", "pin_memory"),
-        Edit("a.py", Range(1, 0, 1, 0), "SampleLoader", imports="lightning_gpuopt"),
+        Edit("a.py", call, "SampleLoader", imports="lightning_gpuopt"),
     ]
     assert all_edited(data, edits).decode() == (
         '"""Doc."""\nfrom __future__ import annotations\nfrom lightning_gpuopt import SampleLoader\n\n'
@@ -109,3 +109,17 @@ def test_yaml_keeps_everything_else():
     assert edited(data, edit) == data.replace(b"0   #", b"4   #")
     with pytest.raises(Refusal):
         edited(data, Edit("a.yaml", Range(3, 11, 3, 12), "0, more: 1", is_yaml=True))
+
+
+def test_an_import_comes_behind_what_has_to_run_first():
+    data = b"import os\nos.environ['A'] = '1'\nimport torch\nx = Trainer()\nimport late\n"
+    edit = Edit("a.py", first(b"\n\n\nx = Trainer()"), "CudaPrefetcher", imports="lightning_gpuopt")
+    assert edited(data, edit) == data.replace(
+        b"import torch\n", b"import torch\nfrom lightning_gpuopt import CudaPrefetcher\n"
+    )
+
+
+def test_a_name_that_the_file_has_given_already_is_not_imported():
+    data = b"import a\nclass SampleLoader: pass\nx = f()\n"
+    with pytest.raises(Refusal, match="another SampleLoader of its own"):
+        edited(data, Edit("a.py", Range(3, 4, 3, 7), "SampleLoader", imports="lightning_gpuopt"))

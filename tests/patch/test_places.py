@@ -191,6 +191,75 @@ def test_hydra_gets_its_command_line(tmp_path):
     assert refusal_of(code) == "add data.workers=4 to the command line"
 
 
+SHARED = "read in other places, too"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("kw = {'num_workers': 0}\na = DataLoader(x, **kw)\nb = DataLoader(v, **kw)\n", SHARED),
+        ("c = {'a': {'num_workers': 0}}\na = DataLoader(x, **c['a'])\nb = DataLoader(v, **c['a'])\n", SHARED),
+        ("class C:\n    kw = {'num_workers': 0}\na = DataLoader(x, **C.kw)\nb = DataLoader(v, **C.kw)\n", SHARED),
+        (
+            "def kw():\n    return {'num_workers': 0}\na = DataLoader(x, **kw())\nb = DataLoader(v, **kw())\n",
+            SHARED,
+        ),
+        ("def kw():\n    d = {}\n    d['num_workers'] = 0\n    return d\nDataLoader(x, **kw())\n", SHARED),
+        ("c = {'n': 0}\nfor k, n in c.items():\n    f(n)\nDataLoader(x, num_workers=c['n'])\n", SHARED),
+        ("c = {'n': 0}\nf(**c)\nDataLoader(x, num_workers=c['n'])\n", SHARED),
+        ("c = {'n': 0}\ndef f(d): d.update(e)\nf(c)\nDataLoader(x, num_workers=c['n'])\n", SHARED),
+        ("c = {'n': 0}\ndef f(d): g(**d)\nf(c)\nDataLoader(x, num_workers=c['n'])\n", SHARED),
+        ("class C: n = 0\nf(C.n)\nDataLoader(x, num_workers=C.n)\n", SHARED),
+        ("class C: n = 0\nclass D(C): n = 0\nDataLoader(x, num_workers=C.n)\n", "is set in `D`, too"),
+        ("class C: n = 0\nf(getattr(C, k) for k in ('n',))\nDataLoader(x, num_workers=C.n)\n", "is computed"),
+        ("class C: n = 0\nmatch c:\n    case C(n=k): f(k)\nDataLoader(x, num_workers=C.n)\n", SHARED),
+        ("N = 0\nfrom settings import *\nDataLoader(x, num_workers=N)\n", "import \\*"),
+        ("class L(DataLoader):\n    def __init__(self):\n        DataLoader.__init__(self, d)\n", "the object itself"),
+        ("class A:\n    def f(self, n): self.n = n\n    def g(self): DataLoader(x, num_workers=self.n)\n"
+         "a = A()\nA.f(a, 0)\na.g()\n", "the object itself"),
+        ("class A:\n    def __init__(self, n): self.n = n\n    def g(self): DataLoader(x, num_workers=self.n)\n"
+         "    @classmethod\n    def new(cls): return cls(0)\nA.new().g()\nother = A(0)\n", "not followed"),
+        ("class A:\n    def f(self, n): self.n = n\nclass B:\n    def f(self, n): self.m = n\n"
+         "    def g(self): DataLoader(x, num_workers=self.m)\na, b = A(), B()\na.f(0)\ngetattr(b, 'f')(0)\n",
+         "not followed"),
+    ],
+)  # fmt: skip
+def test_what_something_else_reads_as_well_is_refused(tmp_path, body, said):
+    (tmp_path / "settings.py").write_text("")
+    stack = ("DataLoader.__init__(",) if "DataLoader.__init__" in body else ("DataLoader(x",)
+    code = code_of(tmp_path, {"train.py": HEAD + body}, stack)
+    with pytest.raises(Refusal, match=said):
+        edited_by(code)
+
+
+@pytest.mark.parametrize("line", ["from settings import N as M", "from settings import *\nM = N"])
+def test_a_constant_that_another_file_has_imported_is_refused(tmp_path, line):
+    files = {
+        "settings.py": "N = 0\n",
+        "train.py": HEAD + "from settings import N\nDataLoader(x, num_workers=N)\n",
+        "other.py": f"{line}\nf(M)\n",
+    }
+    with pytest.raises(Refusal, match=SHARED):
+        edited_by(code_of(tmp_path, files))
+
+
+def test_two_calls_of_a_function_with_the_same_dataset_are_refused(tmp_path):
+    text = HEAD + "def make(d):\n    return DataLoader(d)\na = make(x)\nb = make(x )\n"
+    code = code_of(tmp_path, {"train.py": text}, (CALL, "make(x)"))
+    [other] = code_of(tmp_path, {"train.py": text}, (CALL, "make(x )")).loaders
+    both = RunCode(**{**vars(code), "loaders": (*code.loaders, other)})
+    assert "has made other loaders" in refusal_of(both)
+
+
+def test_without_workers_nothing_else_of_them_is_set(tmp_path):
+    parser = "import argparse\np = argparse.ArgumentParser()\np.add_argument('--n', type=int, default=4)\n"
+    text = HEAD + parser + "args = p.parse_args()\nDataLoader(x, num_workers=args.n)\n"
+    code = code_of(tmp_path, {"train.py": text}, arguments=("--n", "0"))
+    found = patched(code, record(changes=[kept("num_workers", 4), kept("prefetch_factor", 4)]))
+    assert found.text == b""
+    assert ["overridden on the command line" in found.lines[0], "without workers" in found.lines[1]] == [True, True]
+
+
 # ---- a report's settings ----
 
 

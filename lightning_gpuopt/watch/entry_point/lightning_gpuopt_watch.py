@@ -91,6 +91,7 @@ def _note_trainer(frame: FrameType | None) -> None:
         if frame is not None:
             given = _scalars(frame.f_locals, _TRAINER_VALUES)
             TRAINERS.append({"name": type(frame.f_locals["self"]).__name__, "values": given, "calls": _calls(frame)})
+            del TRAINERS[:-2]  # of several it is not known which is meant
 
 
 def _scalars(values: Any, names: Any) -> dict[str, Any]:
