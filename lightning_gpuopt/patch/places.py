@@ -231,7 +231,8 @@ class Places:
         if len(found) > 1 or at.file.is_declared_global(at.node.id):
             where = ", ".join(dict.fromkeys(at.file.at(each.node) for each in found))
             raise Refusal(f"`{at.node.id}` is assigned in more than one place: {where}")
-        if any(isinstance(node, ast.alias) and node.name == "*" for node in at.file.nodes):
+        stars = [node for node in at.file.nodes if isinstance(node, ast.alias) and node.name == "*"]
+        if any(each.lineno > found[0].node.lineno for each in stars):  # type: ignore[attr-defined]
             raise Refusal(f"`{at.node.id}` may come from an `import *` in {Path(at.file.name).name}")
         return found[0]
 
