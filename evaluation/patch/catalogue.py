@@ -288,6 +288,31 @@ SCRIPTS: Final[dict[str, Script]] = {
         MODULE + "\n    def val_dataloader(self):\n        return DataLoader(Data(), num_workers=self.num_workers)\n\nfit(DM())\n",
         "train.py:12",
     ),
+    "shared_unpacked": _trap(
+        MODULE.replace("self.num_workers = num_workers", 'self.given = {"batch_size": 4, "num_workers": num_workers}')
+        .replace("batch_size=4, shuffle=True, num_workers=self.num_workers", "**self.given")
+        + "\n    def val_dataloader(self):\n        return DataLoader(Data(), **self.given)\n\nfit(DM())\n", "in other places",
+    ),
+    "key_set_on_the_way": _trap(
+        'def given():\n    found = {"batch_size": 4}\n    found["num_workers"] = 0\n    return found\n\n'
+        "fit(DataLoader(Data(), **given()))\n", "in other places",
+    ),
+    "imported_under_another_name": _trap(
+        "from settings import N\nimport other\nfit(DataLoader(Data(), num_workers=N))\n", "other.py:2",
+        files={"settings.py": "N = 0\n", "other.py": "from settings import N as SEED\nprint(SEED)\n"},
+    ),
+    "explicit_self": _trap(
+        "class Loader(DataLoader):\n    def __init__(self, data):\n        DataLoader.__init__(self, data, 4, False, None, None, 0)\n\n"
+        "fit(Loader(Data()))\n", "the object itself",
+    ),
+    "made_by_its_class": _trap(
+        MODULE + "\n    @classmethod\n    def default(cls):\n        return cls(0)\n\nmodule = DM.default()\nother = DM(0)\nfit(module)\n",
+        "in a way that is not followed",
+    ),
+    "one_function_for_two_of_one_dataset": _trap(
+        "def make(data):\n    return DataLoader(data)\n\ndata = Data()\ntrain = make(data)\nval = make(data)\n"
+        "pl.seed_everything(0)\npl.Trainer(**QUIET).fit(Model(), train, val)\n", "has made other loaders",
+    ),
     "computed": _trap("import os\nfit(DataLoader(Data(), num_workers=min(0, os.cpu_count())))\n", "computed"),
     "conditional": _trap("debug = True\nfit(DataLoader(Data(), num_workers=0 if debug else 8))\n", "computed"),
     "assigned_twice": _trap("N = 8\nN = 0\nfit(DataLoader(Data(), num_workers=N))\n", "more than one place"),
