@@ -95,7 +95,7 @@ class AutoFixController:
                 self._note_problem(workers, problem)
                 return False
             if (trial := self._trial) is not None:
-                self._go_on(trial, step_s, window.waterfall.steps)
+                self._go_on(trial, step_s)
             if trial is None or trial.waits:
                 self._history.before.append(step_s)
             if trial is None:
@@ -231,7 +231,7 @@ class AutoFixController:
         trial.entries["persistent_workers"] = len(self.changes)
         self.changes.append(Change("persistent_workers", False, True, why=_WITH_WORKERS, cause=trial.wanted.cause))
 
-    def _go_on(self, trial: ChangeTrial, step_s: float, steps: int) -> None:
+    def _go_on(self, trial: ChangeTrial, step_s: float) -> None:
         """A window has ended while a change is tried."""
         setting, refused = trial.wanted.setting, self._loader.refused
         if setting in refused:
@@ -245,7 +245,6 @@ class AutoFixController:
             trial.skip -= 1
         else:
             trial.after.append(step_s)
-            trial.steps += steps
             verdict = self._history.verdict(trial)
             if verdict:
                 self._keep(trial)
@@ -306,7 +305,7 @@ class AutoFixController:
         self._trial = None
         measured = None if trial.waits else self._history.measured(trial)
         for index in trial.entries.values():
-            self.changes[index] = replace(self.changes[index], steps=trial.steps)
+            self.changes[index] = replace(self.changes[index], windows=len(trial.after))
         for setting, index in trial.entries.items():
             reasons = [why or self.changes[index].why]
             if kept and setting in _DRAWS and self._loader.draws:

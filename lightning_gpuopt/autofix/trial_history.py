@@ -46,7 +46,6 @@ class ChangeTrial:
     waits: bool = True  # it has not taken effect
     skip: int = 1  # windows to leave out before it is measured
     after: list[float] = field(default_factory=list)  # seconds per step of each window since
-    steps: int = 0  # of those windows
     saved_s: float = 0.0  # seconds a step that it saves, without the set-ups of epochs; known once it is kept
 
 

@@ -177,7 +177,7 @@ class Change:
         kept: whether it was kept; None if it never took effect.
         why: why it was undone, or never took effect; for a kept one, why it was not predicted.
         cause: the finding that asked for it; empty in reports of versions without it.
-        steps: training batches by which it was measured.
+        windows: windows of steps by which it was measured.
     """
 
     setting: str
@@ -188,7 +188,7 @@ class Change:
     kept: bool | None = None
     why: str = ""
     cause: str = field(default="", compare=False)
-    steps: int = field(default=0, compare=False)
+    windows: int = field(default=0, compare=False)
 
     def __getitem__(self, name: str) -> Any:
         """A field by its name in JSON: ``change["from"]``."""

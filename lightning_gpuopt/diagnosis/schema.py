@@ -72,7 +72,15 @@ _PROOF: Final = _object(
 )
 _CHANGE: Final = _object(
     _each("setting why", _TEXT),
-    {"from": {}, "to": {}, "predicted": _INTERVAL, "measured": _NUMBER, "kept": _FLAG, "cause": _TEXT, "steps": _COUNT},
+    {
+        "from": {},
+        "to": {},
+        "predicted": _INTERVAL,
+        "measured": _NUMBER,
+        "kept": _FLAG,
+        "cause": _TEXT,
+        "windows": _COUNT,
+    },
 )
 _PLACE: Final = _object(_each("name file transform", _TEXT) | {"line": _COUNT, "seconds": _SECONDS})
 _HOT_SPOTS: Final = _object(

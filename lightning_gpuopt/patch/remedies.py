@@ -311,8 +311,8 @@ def _figures(setting: Setting) -> str:
     parts = [f"cause {setting.cause}"] if setting.cause else []
     parts += [f"predicted {gain(predicted)}"] if predicted is not None else []
     if setting.change is not None and setting.change.measured is not None:
-        steps = f" by {setting.change.steps} steps" if setting.change.steps else ""
-        parts.append(f"measured {speedup(setting.change.measured)}{steps}")
+        windows = f" by {setting.change.windows} windows of steps" if setting.change.windows else ""
+        parts.append(f"measured {speedup(setting.change.measured)}{windows}")
         parts += [setting.change.why] if setting.change.why else []
     return f" ({', '.join(parts)})" if parts else ""
 

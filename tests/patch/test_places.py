@@ -271,7 +271,7 @@ def record(
 
 
 def kept(setting: str, to: Any = True) -> Change:
-    return Change(setting, 0, to, (1.5, 2.0, 2.5), 1.9, kept=True, cause="slow_storage", steps=100)
+    return Change(setting, 0, to, (1.5, 2.0, 2.5), 1.9, kept=True, cause="slow_storage", windows=5)
 
 
 def patched(code: RunCode, report: RunRecord) -> Patch:
@@ -285,7 +285,7 @@ def test_what_was_kept_comes_first_and_what_is_only_advised_is_a_diff_of_its_own
     assert found.text.decode().splitlines() == [
         "# lightning-gpuopt patch: apply with git apply, or patch -p1",
         "# proved: num_workers 0 → 4 at train.py:2 "
-        "(cause slow_storage, predicted 2.0x (1.5x to 2.5x), measured 1.9x by 100 steps)",
+        "(cause slow_storage, predicted 2.0x (1.5x to 2.5x), measured 1.9x by 5 windows of steps)",
         "# not proved: pin_memory=True at train.py:2 (cause host_to_device, predicted 1.10x (1.00x to 1.20x))",
         "# 100 steps in all; torch 2.9.0",
         "# -- proved",
