@@ -138,7 +138,7 @@ def test_a_check_without_a_gain_ends_with_1(tree, capsys):
 
 @pytest.mark.timed
 def test_what_autofix_keeps_is_patched_and_its_gain_is_there_again(tmp_path):
-    fit, err = watched(tmp_path, 400, "--fix", "--patch")
+    fit, err = watched(tmp_path, 800, "--fix", "--patch")
     assert "\nproved: num_workers 1 → " in err
     code = RunCode.from_json((fit / "code.json").read_text())
     assert len(code.windows_s) >= 4
