@@ -64,7 +64,11 @@ class Patch:
 
 def settings_of(report: RunRecord) -> list[Setting]:
     """The settings that a report has kept, and those that it advises, as far as one setting of the code brings them."""
-    kept = {each.setting: each for each in report.changes if each.kept and each.measured is not None}
+    kept: dict[str, Change] = {}
+    for each in report.changes:
+        if each.kept and each.measured is not None:
+            before = kept.get(each.setting)
+            kept[each.setting] = each if before is None else _together(before, each)
     tried = {each.setting for each in report.changes if each.kept is False}
     found = [_kept(change) for change in kept.values()]
     for finding in report.findings:
@@ -82,6 +86,13 @@ def settings_of(report: RunRecord) -> list[Setting]:
             found.append(Setting("log_every_n_steps", _LOG_EVERY, False, "trainer", finding.cause, finding=finding))
     found += [each for hint in report.hints for each in _hinted(hint.name, hint.setting)]
     return list({each.name: each for each in reversed(found)}.values())[::-1]
+
+
+def _together(first: Change, then: Change) -> Change:
+    """Two kept changes of one setting as one; what is predicted of both together is not known."""
+    measured = (first.measured or 1.0) * (then.measured or 1.0)
+    windows = first.windows + then.windows
+    return replace(then, from_=first.from_, predicted=None, measured=measured, cause=first.cause, windows=windows)
 
 
 def _kept(change: Change) -> Setting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,15 @@ def test_two_calls_of_a_function_with_the_same_dataset_are_refused(tmp_path):
     [other] = code_of(tmp_path, {"train.py": text}, (CALL, "make(x )")).loaders
     both = RunCode(**{**vars(code), "loaders": (*code.loaders, other)})
     assert "has made other loaders" in refusal_of(both)
+
+
+def test_two_changes_of_one_setting_are_one_edit(tmp_path):
+    code = code_of(tmp_path, {"train.py": HEAD + "a = DataLoader(x)\n"})
+    twice = [kept("num_workers", 2), replace(kept("num_workers", 5), from_=2, measured=2.0)]
+    found = patched(code, record(changes=twice))
+    assert found.lines == [
+        "proved: num_workers 0 → 5 at train.py:2 (cause slow_storage, measured 3.8x by 10 windows of steps)"
+    ]
 
 
 def test_without_workers_nothing_else_of_them_is_set(tmp_path):
