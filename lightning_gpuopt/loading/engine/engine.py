@@ -162,10 +162,11 @@ class Engine:
         return batches
 
     def take(self) -> None:
-        """Note that the training thread, which calls this, takes a batch."""
+        """Note that the training thread, which calls this, takes a batch: there is room for another."""
         self.taken += 1
         if self._ring is not None:
             self._ring.note_streams()
+        self.wake()
 
     def wake(self) -> None:
         """Have the feeding thread look what is to be done."""

@@ -173,12 +173,11 @@ class EngineIterator(BaseIterator):  # type: ignore[misc]
             raise RuntimeError(f"DataLoader timed out after {self._timeout} seconds") from None
 
     def _taken(self, engine: Engine) -> None:
-        engine.take()
         self._num_yielded += 1
         if self._drawn is not None:
             self._drawn.outstanding -= 1
             self._try_put_index()
-        engine.wake()
+        engine.take()
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)

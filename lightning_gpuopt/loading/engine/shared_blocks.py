@@ -207,7 +207,7 @@ class BlockRing(Blocks):
                 warnings.warn(f"batches are copied, not page-locked in place; CUDA's error: {error}", stacklevel=2)
         memory = memoryview(block)
         may_be_read = block.is_registered or not self.is_copied_here
-        self._may_be_read |= may_be_read
+        self._may_be_read |= may_be_read and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         with self._lock:
             self._lent.append(_Lent(number, memory, may_be_read))
         return memory
