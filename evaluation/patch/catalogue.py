@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from typing import Final
 
 COMMON: Final = """\
-import json, os, torch
+import json, os, time, torch
 import lightning.pytorch as pl
 from torch.utils.data import Dataset
 
 
 class Data(Dataset):
     def __len__(self):
-        return 16
+        return int(os.environ.get("SAMPLES", 16))
 
     def __getitem__(self, index):
+        time.sleep(float(os.environ.get("SAMPLE_S", 0)))
         return torch.full((4,), float(index))
 
 

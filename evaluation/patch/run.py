@@ -37,7 +37,7 @@ class Outcome:
 
 def outcome_of(name: str, script: Script, folder: Path) -> Outcome:
     """Watch a script, patch it as if two workers had been kept, and compare what it trains with."""
-    _write(script, folder / "tree")
+    write_script(script, folder / "tree")
     git = ["git", "-C", str(folder / "tree"), "-c", "user.name=x", "-c", "user.email=x@y"]
     for command in (["init", "-q"], ["add", "-A", "-f"], ["commit", "-qm", "x"]):
         subprocess.run([*git, *command], check=True, capture_output=True)
@@ -76,7 +76,8 @@ def outcome_of(name: str, script: Script, folder: Path) -> Outcome:
     return Outcome(name, "right", f"+ {' + '.join(added)}")
 
 
-def _write(script: Script, tree: Path) -> None:
+def write_script(script: Script, tree: Path) -> None:
+    """The script's files in a folder."""
     source = script.source if isinstance(script.source, bytes) else (HEAD + script.source).encode()
     for name, data in {"train.py": source, "common.py": COMMON.encode()}.items():
         tree.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ package, and takes the projects that are installed there; the rows of the others
 training is a process of its own in a new folder. Batches, losses, weights and the state of random numbers are compared
 exactly, the plain runs with each other, too. The two of a round run at once and share one CPU, so that whatever else
 the machine does meets both: their CPU times are compared. Training under ``--fix`` has all CPUs, and is twice as long:
-it is compared with a plain one of that length. Torch has one thread in each.
+it is compared with a plain one of that length, and the patch that it gives is checked. Torch has one thread in each.
 The exit code is 1 if ``watch`` changed anything.
 """
 
@@ -63,7 +63,21 @@ def train(name: str, *watch: str, times: int = 1, cpu: int | None = None) -> dic
         found["printed"] = printed.partition("\nReport: ")[0].splitlines()[1:]
         reports = sorted(Path(folder).glob("reports/*/fit-*/report.json"))
         print(f"  {name} {' '.join(watch)}: fit {found['fit_s']:.1f} s, step {found['step_ms']:.1f} ms", flush=True)
+        if "--patch" in watch:
+            found["patch"] = patch_of(reports[0].parent, done.stderr, work, environment)
         return found | {"report": json.loads(reports[0].read_text()) if reports else {"verdict": "none", "steps": 0}}
+
+
+def patch_of(report: Path, printed: str, work: Path, environment: dict[str, str]) -> dict[str, Any]:
+    """What a run's patch says of each setting, and what its check has found; None if there is no patch."""
+    begins = ("proved: ", "not proved: ", "changes ", "no edit: ")
+    lines = [line for line in printed.splitlines() if line.startswith(begins)]
+    if not (report / "fix.patch").exists():
+        return {"lines": lines, "check": None}
+    command = [sys.executable, "-m", "lightning_gpuopt", "patch", str(report), "--check"]
+    done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, check=False)
+    checks = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("Check: ")]
+    return {"lines": lines, "check": checks[-1] if checks else done.stderr[-300:]}
 
 
 def pairs(name: str, rounds: int, cpu: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -112,7 +126,7 @@ def row_of(
         "findings": report.get("findings", []),
         "printed": watched[-1]["printed"],
         "fixed": {
-            **{key: fixed[key] for key in ("exit_code", "steps", "step_ms", "printed")},
+            **{key: fixed[key] for key in ("exit_code", "steps", "step_ms", "printed", "patch")},
             "verdict": fixed["report"]["verdict"],
             "changes": fixed["report"].get("changes", []),
             **{f"same_{key}": all(map(eq, fixed[key], longer[key])) for key in ("batches", "losses")},
@@ -147,15 +161,18 @@ def fix_of(row: dict[str, Any]) -> str:
 
 
 def table(rows: dict[str, Any]) -> list[str]:
-    head = "project | steps | ms a step | same | fit, wall | fit, CPU | step, wall | step, CPU | verdict | with --fix"
-    lines = [f"| {head} |", "|---|---:|---:|---|---:|---:|---:|---:|---|---|"]
+    head = (
+        "project | steps | ms a step | same | fit, wall | fit, CPU | step, wall | step, CPU | verdict | --fix | patch"
+    )
+    lines = [f"| {head} |", "|---|---:|---:|---|---:|---:|---:|---:|---|---|---|"]
     for name, row in rows.items():
         more = " | ".join(f"{row['more_percent'][of]:+.1f} %" for of in TIMES.values())
         same = "**no**" if changed(row) else "yes"
         verdicts = ", ".join(sorted(set(row["verdicts"])))
         title = f"{name.replace('_', '-')} {row['version']}"
         lines.append(
-            f"| {title} | {row['steps']} | {row['step_ms']:.1f} | {same} | {more} | {verdicts} | {fix_of(row)} |"
+            f"| {title} | {row['steps']} | {row['step_ms']:.1f} | {same} | {more} | {verdicts} | {fix_of(row)} "
+            f"| {row['fixed']['patch']['check'] or 'none'} |"
         )
     return lines
 
@@ -171,6 +188,8 @@ def results(rows: dict[str, Any]) -> dict[str, Any]:
         "slower": {name: slower(row) for name, row in rows.items()},
         "not_slower": sum(slower(row) == "no" for row in rows.values()),
         "gained": sum(any(each["kept"] for each in row["fixed"]["changes"]) for row in rows.values()),
+        "patches": sum(row["fixed"]["patch"]["check"] is not None for row in rows.values()),
+        "patches_that_hold": sum(", proved (" in (row["fixed"]["patch"]["check"] or "") for row in rows.values()),
         "projects": rows,
     }
 
@@ -187,12 +206,16 @@ def main() -> int:
     rows = json.loads(options.output.read_text())["projects"] if options.output.exists() else {}
     for name in options.only:
         plain, watched = pairs(name, options.rounds, options.cpu)
-        row = row_of(name, plain, watched, train(name, times=2), train(name, "watch", "--fix", times=2))
+        row = row_of(name, plain, watched, train(name, times=2), train(name, "watch", "--fix", "--patch", times=2))
         rows = dict(sorted((rows | {name: row}).items()))
         options.output.write_text(json.dumps(results(rows), indent=1) + "\n")
         print("\n".join(table({name: row})), flush=True)
     found = results(rows)
-    print(*table(rows), *(f"{key}: {found[key]}" for key in ("count", "unchanged", "slower", "gained")), sep="\n")
+    print(
+        *table(rows),
+        *(f"{key}: {found[key]}" for key in ("count", "unchanged", "slower", "gained", "patches", "patches_that_hold")),
+        sep="\n",
+    )
     return 1 if any(changed(row) for row in rows.values()) else 0
 
 

@@ -304,8 +304,9 @@ class AutoFixController:
         """Record how a trial has ended; a change that never took effect is neither kept nor refuted."""
         self._trial = None
         measured = None if trial.waits else self._history.measured(trial)
+        interval = self._history.interval(trial)
         for index in trial.entries.values():
-            self.changes[index] = replace(self.changes[index], windows=len(trial.after))
+            self.changes[index] = replace(self.changes[index], windows=len(trial.after), interval=interval)
         for setting, index in trial.entries.items():
             reasons = [why or self.changes[index].why]
             if kept and setting in _DRAWS and self._loader.draws:

@@ -37,6 +37,7 @@ _MIN_TO_LOSE: Final = 3  # windows after which a change that has made the steps 
 _MIN_GAIN: Final = 1.02  # least gain: a smaller one is not worth its workers and memory
 CLEAR_GAIN: Final = 1.2  # a gain that is not proved and yet so large is worth a second trial
 _CHANCE: Final = 0.01  # false positive rate of one look, for independent windows and a change without effect
+_OUTSIDE: Final = 0.025  # chance that the gain is beyond one end of its interval
 _MIN_PAUSE_SAVED: Final = 0.3  # persistent workers must save at least this share of an epoch's set-up
 
 
@@ -120,6 +121,18 @@ def chance_of(before: Sequence[float], after: Sequence[float]) -> float:
     wins = sum(1 for slow in before for fast in after if fast < slow)
     n, m = len(before), len(after)
     return sum(_orders(n, m, losses) for losses in range(n * m - wins + 1)) / comb(n + m, n)
+
+
+def interval_of(before: Sequence[float], after: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the gain; None if there are too few windows for one.
+
+    It ends at those ratios of a window before and one after that the rank-sum test would just not exclude.
+    """
+    n, m = len(before), len(after)
+    ratios = sorted(slow / max(fast, 1e-9) for slow in before for fast in after)
+    counts = [_orders(n, m, losses) for losses in range(n * m // 2)]
+    outside = sum(sum(counts[: at + 1]) <= _OUTSIDE * comb(n + m, n) for at in range(len(counts)))
+    return (ratios[outside - 1], ratios[-outside]) if outside else None
 
 
 @cache

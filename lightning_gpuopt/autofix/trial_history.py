@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Final
 
-from lightning_gpuopt.autofix.policy import MAX_WINDOWS, Wanted, gain_of, judge, judge_pauses
+from lightning_gpuopt.autofix.policy import MAX_WINDOWS, Wanted, gain_of, interval_of, judge, judge_pauses
 from lightning_gpuopt.compat.lightning import Trainer
 from lightning_gpuopt.diagnosis.predict import speedup_of_persistent_workers
 from lightning_gpuopt.measurements.loader_costs import Interval
@@ -80,6 +80,10 @@ class TrialHistory:
             return gain_of(before, after)
         epoch_s = self._epoch_s(trial.length)
         return (epoch_s + fmean(before)) / (epoch_s + fmean(after)) if epoch_s else None
+
+    def interval(self, trial: ChangeTrial) -> tuple[float, float] | None:
+        """The 95 % interval of what was measured; None if there is none."""
+        return None if trial.wanted.setting == "persistent_workers" else interval_of(*self._around(trial))
 
     def speedup_of_persistent_workers(self, length: RunLength, first_batch_s: float) -> Interval | None:
         """The expected gain of persistent workers, from the set-ups after the run's first; None if unknown."""

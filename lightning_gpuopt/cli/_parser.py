@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import NoReturn
 
 from jsonargparse import ArgumentParser
@@ -26,6 +29,23 @@ def writing_to(argument: str, path: object) -> Iterator[None]:
         raise UsageError(
             f"{argument}: expected a writable path, got {path}: {error.strerror}; choose another"
         ) from error
+
+
+@contextmanager
+def termination_cleans_up() -> Iterator[None]:
+    """SIGTERM (``timeout``, a batch system) ends the process as Ctrl-C does: its temporary folders are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Parser(ArgumentParser):

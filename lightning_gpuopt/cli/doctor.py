@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError
+from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError, termination_cleans_up
 
 SUMMARY = "find out what in this environment slows a GPU down: driver, CPUs, memory, disk, versions"
 
@@ -34,7 +29,7 @@ def run(options: Namespace) -> int:
     from lightning_gpuopt.doctor.render import render_checks
 
     try:
-        with _termination_cleans_up():
+        with termination_cleans_up():
             checks = examine(options.data)
     except OSError as error:
         if options.data is None or error.filename != options.data:
@@ -47,20 +42,3 @@ def run(options: Namespace) -> int:
     else:
         print(render_checks(checks, shutil.get_terminal_size().columns))
     return PROBLEM_FOUND if any(check.status == "problem" for check in checks) else 0
-
-
-@contextmanager
-def _termination_cleans_up() -> Iterator[None]:
-    """SIGTERM (``timeout``, a batch system) ends the process as Ctrl-C does: the temporary LMDB is removed before."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

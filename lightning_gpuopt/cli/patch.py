@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError, writing_to
+from lightning_gpuopt.cli._parser import PROBLEM_FOUND, UsageError, termination_cleans_up, writing_to
 from lightning_gpuopt.cli.report import load_report, report_file
 
 if TYPE_CHECKING:
     from lightning_gpuopt.patch.remedies import Patch
 
+PATCH_FILE = "fix.patch"
 SUMMARY = "write the settings that a watched run has kept into its code, as a diff"
 
 
@@ -42,7 +43,7 @@ def run(options: Namespace) -> int:
         if not patch.lines:
             print("Nothing to patch: the report has no setting that was kept or is advised.")
         return 0
-    target = Path(options.out) if options.out is not None else path.with_name("fix.patch")
+    target = Path(options.out) if options.out is not None else path.with_name(PATCH_FILE)
     write_patch(target, patch, argument="--out" if options.out is not None else "the report's folder")
     print(f"Patch: {target}")
     if options.check and not _is_proved(path, patch):
@@ -91,7 +92,7 @@ def _is_proved(path: Path, patch: Patch) -> bool:
         raise UsageError(f"--check: expected the command of the run in {noted}, got none; check the patch by hand")
     command = shlex.split(os.fsdecode(noted.read_bytes()))
     code, report = RunCode.from_json(path.with_name(CODE_FILE).read_text(encoding="utf-8")), load_report(str(path))
-    with tempfile.TemporaryDirectory(prefix="gpuopt-check-") as place:
+    with termination_cleans_up(), tempfile.TemporaryDirectory(prefix="gpuopt-check-") as place:
         try:
             found = check(
                 code,

@@ -141,18 +141,18 @@ def _print_end(watch: Watch, command: list[str], code: int, report_dir: str, die
 
 def _print_patches(folder: Path) -> None:
     """The patch of each fit, in its folder."""
-    from lightning_gpuopt.cli.patch import make_patch, write_patch
+    from lightning_gpuopt.cli.patch import PATCH_FILE, make_patch, write_patch
 
     for report in sorted(folder.glob("fit-*/report.json")):
         try:
             patch = make_patch(report)
             if patch.text:
-                write_patch(report.with_name("fix.patch"), patch)
+                write_patch(report.with_name(PATCH_FILE), patch)
         except Exception as error:  # the command's exit code counts for more
             _print(f"{report.parent.name}: no patch: {error}")
             continue
         cells = [f"The notebook's cell {name}:\n{text}" for name, text in patch.cells.items()]
-        end = [f"Patch: {report.with_name('fix.patch')}"] if patch.text else ["No patch: nothing can be edited."]
+        end = [f"Patch: {report.with_name(PATCH_FILE)}"] if patch.text else ["No patch: nothing can be edited."]
         _print("\n".join([*patch.lines, *cells, *end]))
 
 

@@ -132,7 +132,8 @@ class SampleLoader(ElasticLoader):
         self.cpus = number if unasked else 0
         self._before = 0  # batches that a resumed epoch had before, in an order of the user's
         self._resumes = False  # whether the next epoch is that one
-        self._running: Callable[[], Any] | None = None
+        self._running: weakref.ref[Any] | None = None  # the epoch's iterator
+        self._yielded = 0  # batches that an iterator has given which is not there any more
         if (why := settle_workers(self, _local_ranks(), unasked=unasked)) is not None:
             rank_zero_warn(f"SampleLoader: {why}")
 
@@ -173,12 +174,12 @@ class SampleLoader(ElasticLoader):
             )
         self._before, self._resumes = self._before if self._resumes else 0, False
         iterator = super().__iter__()
-        self._running = weakref.ref(iterator) if self.num_workers else lambda: iterator  # one that holds no process
+        self._running = weakref.ref(iterator, partial(_note_end, weakref.ref(self), vars(iterator)))
         return iterator
 
     @override
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_running": None}
+        return {**super().__getstate__(), "_running": None, "_yielded": 0}
 
     # -- resuming
 
@@ -201,11 +202,9 @@ class SampleLoader(ElasticLoader):
 
     def _taken(self, epoch: int) -> int:
         """Batches taken from the iterator of an epoch, with those before a resume."""
-        running = None if self._running is None else self._running()
-        if self._running is not None and running is None:  # it is gone: it has come to its end
-            return len(self)
         before = self._before if self._sampler is None else self._sampler.steps_done(epoch)
-        return before + int(getattr(running, "_num_yielded", 0))
+        running = None if self._running is None else self._running()
+        return before + (self._yielded if running is None else int(running._num_yielded))
 
     def _order(self) -> dict[str, Any]:
         shuffle = None if (sampler := self._sampler) is None else sampler.shuffle
@@ -225,7 +224,8 @@ class SampleLoader(ElasticLoader):
                 f"SampleLoader: the state was saved with other data or another order ({'; '.join(changed)}): the epoch "
                 "continues after the same number of samples, but some may come twice and others not at all"
             )
-        self._running, epoch, batches = None, int(state_dict["epoch"]), int(state_dict["batches"])
+        self._running, self._yielded = None, 0
+        epoch, batches = int(state_dict["epoch"]), int(state_dict["batches"])
         if (sampler := self._sampler) is None:
             is_over = batches >= len(self)
             self.epochs, self._before, self._resumes = (epoch, 0, False) if is_over else (epoch - 1, batches, True)
@@ -266,6 +266,12 @@ def _place(loader: weakref.ref[SampleLoader]) -> tuple[int, int]:
     """The epoch that a loader begins, as random numbers depend on it, and how many batches of it were taken before."""
     it = loader()
     return (0, 0) if it is None else (epoch_of_rank(max(it.epochs, 0)), it._before)
+
+
+def _note_end(loader: weakref.ref[SampleLoader], attributes: dict[str, Any], _: Any) -> None:
+    """Note how many batches an iterator has given that is not there any more, as after a ``break``."""
+    if (it := loader()) is not None:
+        it._running, it._yielded = None, int(attributes["_num_yielded"])
 
 
 def _local_ranks() -> int:

@@ -23,7 +23,7 @@ from lightning_gpuopt.detector.run_settings import RunSettingsWatch
 from lightning_gpuopt.diagnosis.causes.epoch import restart_in_run
 from lightning_gpuopt.diagnosis.code_places import hot_spots_of
 from lightning_gpuopt.diagnosis.diagnose import remarks, verdict_of
-from lightning_gpuopt.diagnosis.hints import PaddedBatch, padding_hints
+from lightning_gpuopt.diagnosis.hints import PaddedBatch, device_hints, padding_hints
 from lightning_gpuopt.diagnosis.kernel_hints import kernel_hints
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.predict import headroom, loader_costs
@@ -61,6 +61,8 @@ def report_of(
     if steady:
         findings = _of_whole_run(findings, times, measured, threshold, known.get("changes", ()))
     read = measured.gpu is not None and measured.gpu.steps > 0
+    device = known.get("environment", {}).get("device", "").partition(" ")[0]
+    gpus = torch.cuda.device_count() if device == "cpu" else 0
     return StallReport(
         verdict=verdict_of(findings, measured=steady, look_missed=measured.look_missed),
         wall_s=times.wall_s,
@@ -71,7 +73,7 @@ def report_of(
         step_s=waterfall.step_s,
         measured_steps=waterfall.steps if waterfall.step_s is not None else None,
         gpu_idle_s=waterfall.idle_s + waterfall.diagnosis_s if read else None,
-        hints=[*_hints(run_settings, measured, findings), *padding_hints(padded)],
+        hints=[*_hints(run_settings, measured, findings), *device_hints(device, gpus), *padding_hints(padded)],
         kernels=list(kernels.dearest) if kernels is not None else [],
         kernel_kinds=dict(kernels.kinds) if kernels is not None else {},
         kernel_summary=kernels.summary if kernels is not None else {},

@@ -62,6 +62,14 @@ def hints_of(run: RunSettings) -> list[Hint]:
     return [*_data_parallel(run), *_precision(run), *_matmul(run), *_benchmark(run), *_fraction(run), *_batch(run)]
 
 
+def device_hints(device: str, gpus: int) -> list[Hint]:
+    """Whether a run on a ``device`` leaves GPUs unused."""
+    if device != "cpu" or not gpus:
+        return []
+    text = f"The Trainer uses the CPU, and this process can use {gpus} GPU{'s' * (gpus > 1)}."
+    return [Hint("accelerator", text, 'Trainer(accelerator="auto")', {"gpus": float(gpus)})]
+
+
 def padding_hints(batches: Sequence[PaddedBatch]) -> list[Hint]:
     """What grouping samples by length could bring; work that the device is spared, not a wait."""
     padded = sum(len(each.lengths) * each.width for each in batches)

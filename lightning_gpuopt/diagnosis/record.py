@@ -178,6 +178,8 @@ class Change:
         why: why it was undone, or never took effect; for a kept one, why it was not predicted.
         cause: the finding that asked for it; empty in reports of versions without it.
         windows: windows of steps by which it was measured.
+        interval: 95 % interval of ``measured``, as (low, high), if its windows are independent of each other; None if
+            they were too few, and for ``persistent_workers``.
     """
 
     setting: str
@@ -189,6 +191,7 @@ class Change:
     why: str = ""
     cause: str = field(default="", compare=False)
     windows: int = field(default=0, compare=False)
+    interval: tuple[float, float] | None = field(default=None, compare=False)
 
     def __getitem__(self, name: str) -> Any:
         """A field by its name in JSON: ``change["from"]``."""

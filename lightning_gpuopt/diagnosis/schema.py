@@ -80,6 +80,7 @@ _CHANGE: Final = _object(
         "kept": _FLAG,
         "cause": _TEXT,
         "windows": _COUNT,
+        "interval": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
     },
 )
 _PLACE: Final = _object(_each("name file transform", _TEXT) | {"line": _COUNT, "seconds": _SECONDS})

@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
-from lightning_gpuopt.autofix.policy import MAX_WINDOWS, MIN_BEFORE, gain_of, judge
-from lightning_gpuopt.diagnosis.render.wording import duration, speedup
+from lightning_gpuopt.autofix.policy import MAX_WINDOWS, MIN_BEFORE, gain_of, interval_of, judge
+from lightning_gpuopt.diagnosis.render.wording import duration, gain, speedup
 from lightning_gpuopt.patch.sources import Refusal
 from lightning_gpuopt.watch.code_facts import CODE_FILE, RunCode
 from lightning_gpuopt.watch.shared_notes import Watch
@@ -44,7 +44,9 @@ class Check:
         both = f"before {duration(fmean(self.before_s))} a step, after {duration(fmean(self.after_s))}"
         windows = f"{len(self.before_s)} windows before, {len(self.after_s)} after"
         outcome = "proved" if self.proved else "not proved"
-        return f"{both}: {speedup(gain_of(self.before_s, self.after_s))}, {outcome} ({windows}, rank-sum test)"
+        found, ends = gain_of(self.before_s, self.after_s), interval_of(self.before_s, self.after_s)
+        factor = gain((ends[0], found, ends[1])) if ends else speedup(found)
+        return f"{both}: {factor}, {outcome} ({windows}, rank-sum test)"
 
 
 def check(

@@ -16,7 +16,7 @@ POSITIONAL: Final = (
 DEFAULTS: Final[dict[str, tuple[Any, ...]]] = {
     "num_workers": (0,), "prefetch_factor": (None, 2), "pin_memory": (False,), "persistent_workers": (False,),
     "batch_size": (1, None), "drop_last": (False,), "timeout": (0,), "shuffle": (None, False),
-    "accelerator": ("auto",), "strategy": ("auto",), "precision": (None,), "benchmark": (None,),
+    "accelerator": ("auto",), "strategy": ("auto",), "devices": ("auto",), "precision": (None,), "benchmark": (None,),
     "log_every_n_steps": (None, 50),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from lightning_gpuopt.measurements.code_location import INSTALLED
 from lightning_gpuopt.patch.diff import unified
 from lightning_gpuopt.patch.edits import all_edited
 from lightning_gpuopt.patch.places import Places
-from lightning_gpuopt.patch.sources import Edit, Range, Refusal, Sources, last_name
+from lightning_gpuopt.patch.sources import Edit, Range, Refusal, SourceFile, Sources, last_name, literal_of
 from lightning_gpuopt.watch.code_facts import Made, RunCode, tree_of
 
 _LOADER_SETTINGS: Final = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
@@ -42,7 +42,7 @@ class Setting:
     name: str
     value: Any
     proved: bool
-    of: str = "loader"  # "loader", "trainer", or "line": of a loader, of the Trainer, or what is at a line
+    of: str = "loader"  # "loader", "trainer", or "code": an argument of a loader or of the Trainer, or other code
     cause: str = ""
     change: Change | None = None  # that was kept
     finding: Finding | None = None  # that advises it
@@ -79,10 +79,15 @@ def settings_of(report: RunRecord) -> list[Setting]:
         if finding.cause == "gpu_sync":
             found.append(
                 Setting(
-                    ".item()", str(finding.evidence.get("where", "")), False, "line", finding.cause, finding=finding
+                    ".item()", str(finding.evidence.get("where", "")), False, "code", finding.cause, finding=finding
                 )
             )
-        if finding.cause == "logging" and not finding.evidence.get("sync_ms_per_step"):
+        if finding.cause == "logging" and (metric := finding.evidence.get("metric")):
+            note = "these metrics are logged once an epoch, not in each step"
+            found.append(
+                Setting("sync_dist", metric, False, "code", finding.cause, None, finding, changes="results", note=note)
+            )
+        elif finding.cause == "logging" and not finding.evidence.get("sync_ms_per_step"):
             found.append(Setting("log_every_n_steps", _LOG_EVERY, False, "trainer", finding.cause, finding=finding))
     found += [each for hint in report.hints for each in _hinted(hint.name, hint.setting)]
     return list({each.name: each for each in reversed(found)}.values())[::-1]
@@ -91,8 +96,17 @@ def settings_of(report: RunRecord) -> list[Setting]:
 def _together(first: Change, then: Change) -> Change:
     """Two kept changes of one setting as one; what is predicted of both together is not known."""
     measured = (first.measured or 1.0) * (then.measured or 1.0)
-    windows = first.windows + then.windows
-    return replace(then, from_=first.from_, predicted=None, measured=measured, cause=first.cause, windows=windows)
+    windows, ends = first.windows + then.windows, zip(first.interval or (), then.interval or (), strict=False)
+    interval: Any = tuple(one * other for one, other in ends) or None
+    return replace(
+        then,
+        from_=first.from_,
+        predicted=None,
+        measured=measured,
+        cause=first.cause,
+        windows=windows,
+        interval=interval,
+    )
 
 
 def _kept(change: Change) -> Setting:
@@ -116,8 +130,11 @@ def _hinted(name: str, setting: str) -> Iterator[Setting]:
         yield Setting(
             str(keyword.arg), ast.literal_eval(keyword.value), False, "trainer", name, changes="results", note=note
         )
-    elif name in ("data_parallel", "channels_last"):
-        yield Setting(name, setting, False, "advice", name, changes="results", note=setting)
+    elif name == "data_parallel":
+        devices = int(re.findall(r"devices=(\d+)", setting)[0])
+        yield Setting(name, devices, False, "code", name, changes="results", note="each GPU gets batches of its own")
+    elif name == "channels_last":
+        yield Setting(name, None, False, "code", name, changes="results", note="other algorithms, and other rounding")
 
 
 def patch_of(report: RunRecord, code: RunCode, sources: Sources) -> Patch:
@@ -175,14 +192,18 @@ def _assemble(
 
 
 def _edits(places: Places, sources: Sources, code: RunCode, setting: Setting) -> list[Edit]:
-    if setting.of == "line":
+    if setting.name == ".item()":
         return [_without_item(sources, code, str(setting.value))]
-    if setting.of == "trainer" or setting.of == "advice":
+    if setting.name == "sync_dist":
+        return [edit for metric in str(setting.value).split(", ") for edit in _reduced_once_an_epoch(sources, metric)]
+    if setting.of != "loader":
         if code.trainer is None:
             raise Refusal("which call made the Trainer was not seen, or there are several")
-        if setting.of == "advice":
-            file, call, _ = places.call(code.trainer)
-            raise Refusal(f"{setting.value}: more than one expression; the Trainer is made at {file.at(call)}")
+        if setting.name == "channels_last":
+            return _in_channels_last(sources, places.call(code.trainer)[1])
+        if setting.name == "data_parallel":
+            edits = [places.setting(code.trainer, "strategy", "ddp"), _without_data_parallel(sources)]
+            return [places.setting(code.trainer, "devices", setting.value), *edits]
         if setting.name == "device_prefetch":
             edit = places.added(code.trainer, "callbacks", "CudaPrefetcher()")
             return [edit, replace(edit, value="CudaPrefetcher", keyword="", item=False, imports="lightning_gpuopt")]
@@ -262,6 +283,49 @@ def _without_item(sources: Sources, code: RunCode, where: str) -> Edit:
     )
 
 
+def _the_call(sources: Sources, name: str, *first: str) -> tuple[SourceFile, ast.Call]:
+    """The only call of a function or method of this name, with this literal as its first argument."""
+    calls = [(file, node) for file in sources.all for node in file.nodes if isinstance(node, ast.Call) and node.args]
+    named = [(file, call) for file, call in calls if last_name(call.func) == name]
+    found = [(file, call) for file, call in named if not first or literal_of(call.args[0]) == first]
+    if len(found) != 1:
+        where = ", ".join(file.at(call) for file, call in found)
+        raise Refusal(f"expected one call of {name}({', '.join(map(repr, first))}...), got {where or 'none'}")
+    return found[0]
+
+
+def _reduced_once_an_epoch(sources: Sources, metric: str) -> list[Edit]:
+    """``self.log(metric, ..., sync_dist=True)`` with ``on_step=False, on_epoch=True``."""
+    file, call = _the_call(sources, "log", metric)
+    given = {each.arg: literal_of(each.value) for each in call.keywords}
+    if given.get("sync_dist") != (True,) or None in given or len(call.args) > 2:  # the name, and the value
+        raise Refusal(f"{file.at(call)} does not say sync_dist=True, by its name")
+    return [Edit(file.name, Range.of(call), value, key) for key, value in (("on_step", "False"), ("on_epoch", "True"))]
+
+
+def _in_channels_last(sources: Sources, trainer: ast.Call) -> list[Edit]:
+    """The module that is given to the Trainer's ``fit`` in another memory format."""
+    file, call = _the_call(sources, "fit")
+    of: Any = call.func.value if isinstance(call.func, ast.Attribute) else None
+    bound = file.bindings(of.id, of) if isinstance(of, ast.Name) else []
+    if of is not trainer and (len(bound) != 1 or bound[0].value is not trainer):
+        raise Refusal(f"{file.at(call)} is not seen to be the Trainer's fit")
+    model = ast.get_source_segment(file.text, call.args[0])
+    value = f"({model}).to(memory_format=channels_last)"
+    if isinstance(call.args[0], (ast.Name, ast.Attribute, ast.Call)):
+        value = f"{model}.to(memory_format=channels_last)"
+    edit = Edit(file.name, Range.of(call), value, "model", positional=0)
+    return [edit, replace(edit, value="channels_last", keyword="", positional=None, imports="torch")]
+
+
+def _without_data_parallel(sources: Sources) -> Edit:
+    file, call = _the_call(sources, "DataParallel")
+    for each in sources.all:
+        if inner := each.member_reads("module"):
+            raise Refusal(f"{each.at(inner[0])} may read the module inside of DataParallel")
+    return Edit(file.name, Range.of(call), ast.get_source_segment(file.text, call.args[0]) or "")
+
+
 # ---- files, and where they are ----
 
 
@@ -307,7 +371,7 @@ def _diff(code: RunCode, result: Patch, before: dict[str, bytes], after: dict[st
 def _title(setting: Setting) -> str:
     if setting.change is not None:
         return f"{setting.name} {setting.change.from_} → {setting.change.to}"
-    return f"{setting.name}={setting.value!r}" if setting.of not in ("line", "advice") else setting.name
+    return f"{setting.name}={setting.value!r}" if setting.of != "code" else setting.name
 
 
 def _section(setting: Setting) -> str:
@@ -323,7 +387,8 @@ def _figures(setting: Setting) -> str:
     parts += [f"predicted {gain(predicted)}"] if predicted is not None else []
     if setting.change is not None and setting.change.measured is not None:
         windows = f" by {setting.change.windows} windows of steps" if setting.change.windows else ""
-        parts.append(f"measured {speedup(setting.change.measured)}{windows}")
+        measured, ends = setting.change.measured, setting.change.interval
+        parts.append(f"measured {gain((ends[0], measured, ends[1])) if ends else speedup(measured)}{windows}")
         parts += [setting.change.why] if setting.change.why else []
     return f" ({', '.join(parts)})" if parts else ""
 

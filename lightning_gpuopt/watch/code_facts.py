@@ -106,7 +106,7 @@ class CodeWatch:
         if seen.inner is not None:
             made = _made_of(seen.inner)
             if seen.is_training:
-                self._training.append(made)
+                self._training += [made] if made not in self._training else []  # each epoch's, if it is made anew
             else:  # another loader, whichever dataset it has
                 self._others.append(replace(made, dataset=-1))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import combinations
-from math import comb
+from math import comb, exp
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from lightning_gpuopt.autofix.policy import (
     chance_of,
     expected_of,
     gain_of,
+    interval_of,
     judge,
     judge_pauses,
     wanted_changes,
@@ -67,6 +68,20 @@ class TestWhetherItHelped:
             as_good = sum(sum(f < s for s in slow for f in fast) >= wins for slow, fast in orders)
             example = next(each for each in orders if sum(f < s for s in each[0] for f in each[1]) == wins)
             assert chance_of(sorted(example[0]), sorted(example[1])) == pytest.approx(as_good / comb(n + m, n))
+
+    @pytest.mark.parametrize(("n", "m"), [(4, 3), (4, 5), (5, 5), (8, 5)])
+    def test_the_interval_holds_the_gain_in_95_of_100_orders_and_no_narrower_one_does(self, n, m):
+        places = range(n + m)
+        orders = [(sorted(set(places) - set(fast)), sorted(fast)) for fast in combinations(places, m)]
+        holds = narrower = 0
+        for slow, fast in orders:  # there is no gain, and each order is as likely
+            before, after = [exp(each) for each in slow], [exp(each) for each in fast]
+            ratios = sorted(one / other for one in before for other in after)
+            low, high = interval_of(before, after) or (0.0, float("inf"))
+            holds += low <= 1 <= high
+            narrower += min(each for each in ratios if each > low) <= 1 <= max(each for each in ratios if each < high)
+        assert holds >= 0.95 * len(orders) > narrower
+        assert (interval_of([1.0] * n, [1.0] * m) is None) == ((n, m) == (4, 3))
 
     def test_a_clear_gain_is_proved_when_chance_cannot_have_made_it(self):
         before = [2.0, 2.1, 2.05, 1.98]

@@ -302,9 +302,10 @@ class TestResume:
             assert same(list(again), rest)
             assert len(list(again)) == 15
 
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_an_epoch_that_is_left_may_be_gone_back_to(self, workers: int) -> None:
-        loader = SampleLoader(Records(), 8, sampler=range(120), num_workers=workers)
+    @pytest.mark.parametrize("order", [{"sampler": range(120)}, {"shuffle": False}])
+    @pytest.mark.parametrize("workers", [{"num_workers": 0}, {"num_workers": 2, "persistent_workers": False}, {}])
+    def test_an_epoch_that_is_left_may_be_gone_back_to(self, workers: dict[str, Any], order: dict[str, Any]) -> None:
+        loader = SampleLoader(Records(), 8, **{"num_workers": 2, **order, **workers})
         whole = list(loader)
         for number, _ in enumerate(loader):
             if number == 2:

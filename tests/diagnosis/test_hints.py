@@ -9,7 +9,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from lightning_gpuopt.diagnosis.hints import PaddedBatch, RunSettings, hints_of, padding_hints
+from lightning_gpuopt.diagnosis.hints import PaddedBatch, RunSettings, device_hints, hints_of, padding_hints
 from lightning_gpuopt.diagnosis.record import Hint
 from lightning_gpuopt.diagnosis.render.html import render_html
 from lightning_gpuopt.diagnosis.render.text import render_text
@@ -221,6 +221,12 @@ class TestPadding:
     )
     def test_little_is_no_hint(self, batches):
         assert padding_hints(batches) == []
+
+
+def test_gpus_that_a_run_leaves_unused():
+    (hint,) = device_hints("cpu", 2)
+    assert (hint.name, hint.setting, hint.evidence) == ("accelerator", 'Trainer(accelerator="auto")', {"gpus": 2.0})
+    assert device_hints("cpu", 0) == device_hints("cuda", 2) == []
 
 
 class TestInReports:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from lightning_gpuopt.cli import main
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.diagnosis.report import REPORT_SCHEMA, StallReport
 from lightning_gpuopt.watch.code_facts import RunCode
+from lightning_gpuopt.watch.shared_notes import COMMAND_FILE
 from tests.watch import watched_scripts as scripts
 from tests.watch.test_watch import ENVIRONMENT, EXECUTED, WATCH
 
@@ -129,6 +131,21 @@ def test_without_libcst_the_line_that_installs_it(tree, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "libcst", None)
     assert main(["patch", str(tree)]) == 2
     assert 'pip install "lightning-gpuopt[patch]"' in capsys.readouterr().err
+
+
+def test_a_check_that_is_terminated_leaves_no_copy(tree, tmp_path):
+    (temporary := tmp_path / "temporary").mkdir()
+    waits = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
+    (tree.parent / COMMAND_FILE).write_text(shlex.join(waits))
+    environment = {**ENVIRONMENT, "TMPDIR": str(temporary)}
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*WATCH[:-1], "patch", str(tree), "--check"], env=environment, **pipes) as check:
+        assert check.stderr is not None
+        assert check.stderr.readline() == b"\n"  # the command runs
+        assert list(temporary.glob("gpuopt-check-*"))
+        check.terminate()
+    assert check.returncode == 143
+    assert not list(temporary.glob("gpuopt-check-*"))
 
 
 def test_a_check_without_a_gain_ends_with_1(tree, capsys):

@@ -23,10 +23,11 @@ CALL = "DataLoader("
 
 
 def site(file: Path, text: str) -> CallSite:
-    """The call whose source begins with this text."""
+    """The first and innermost call whose source begins with this text."""
     source = file.read_text(encoding="utf-8")
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
-    node: Any = next(each for each in calls if (ast.get_source_segment(source, each) or "").startswith(text))
+    found = [each for each in calls if (ast.get_source_segment(source, each) or "").startswith(text)]
+    node: Any = max(found, key=lambda each: (-each.lineno, -(each.end_col_offset or 0)))
     return CallSite(str(file), "f", node.lineno, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
 
 
@@ -254,11 +255,11 @@ def test_two_calls_of_a_function_with_the_same_dataset_are_refused(tmp_path):
 
 def test_two_changes_of_one_setting_are_one_edit(tmp_path):
     code = code_of(tmp_path, {"train.py": HEAD + "a = DataLoader(x)\n"})
-    twice = [kept("num_workers", 2), replace(kept("num_workers", 5), from_=2, measured=2.0)]
-    found = patched(code, record(changes=twice))
-    assert found.lines == [
-        "proved: num_workers 0 → 5 at train.py:2 (cause slow_storage, measured 3.8x by 10 windows of steps)"
-    ]
+    first, then = kept("num_workers", 2), replace(kept("num_workers", 5), from_=2, measured=2.0)
+    words = "proved: num_workers 0 → 5 at train.py:2 (cause slow_storage, measured 3.8x{} by 10 windows of steps)"
+    assert patched(code, record(changes=[first, then])).lines == [words.format("")]
+    ends = [replace(first, interval=(1.5, 2.0)), replace(then, interval=(1.8, 2.5))]
+    assert patched(code, record(changes=ends)).lines == [words.format(" (2.7x to 5.0x)")]
 
 
 def test_without_workers_nothing_else_of_them_is_set(tmp_path):
@@ -324,7 +325,8 @@ def test_what_was_kept_comes_first_and_what_is_only_advised_is_a_diff_of_its_own
 
 
 def trainer_of(code: RunCode, text: str = "Trainer(") -> RunCode:
-    made = Made("Trainer", {"precision": None, "benchmark": None}, (site(Path(code.script), text),))
+    given = {"precision": None, "benchmark": None, "strategy": "auto", "devices": "auto", "accelerator": "cpu"}
+    made = Made("Trainer", given, (site(Path(code.script), text),))
     return RunCode(**{**vars(code), "trainer": made})
 
 
@@ -340,6 +342,62 @@ def test_what_changes_results_is_shown_and_not_applied(tmp_path):
     both = patched(code, record(changes=[kept("num_workers", 4)], hints=[hint]))
     assert b"\n# +t = Trainer(max_epochs=1, precision='bf16-mixed')\n" in both.text
     assert b"bf16" not in both.files[tmp_path / "train.py"]
+
+
+LOADER = f"{HEAD}from lightning.pytorch import Trainer\na = DataLoader(x)\n"
+PARALLEL = Hint("data_parallel", "", 'Trainer(devices=2, strategy="ddp")')
+LAST = Hint("channels_last", "", "model.to(memory_format=torch.channels_last)")
+ACCELERATOR = Hint("accelerator", "", 'Trainer(accelerator="auto")')
+REDUCED = Finding("logging", 0.3, {"metric": "loss, acc", "sync_ms_per_step": 3.0}, "")
+
+
+@pytest.mark.parametrize(
+    ("advice", "before", "after"),
+    [
+        (PARALLEL, "m = nn.DataParallel(M(1)).cuda()\nt = Trainer()", "m = M(1).cuda()\nt = Trainer(devices=2, strategy='ddp')"),
+        (LAST, "t = Trainer()\nt.fit(m, a)", "t = Trainer()\nfrom torch import channels_last\nt.fit(m.to(memory_format=channels_last), a)"),
+        (LAST, "Trainer().fit(m or M())", "from torch import channels_last\nTrainer().fit((m or M()).to(memory_format=channels_last))"),
+        (ACCELERATOR, "t = Trainer(accelerator='cpu')", "t = Trainer(accelerator='auto')"),
+        (
+            REDUCED,
+            "t = Trainer()\ns.log('loss', x, sync_dist=True)\ns.log('acc', x, on_step=True, sync_dist=True)",
+            "t = Trainer()\ns.log('loss', x, sync_dist=True, on_step=False, on_epoch=True)\n"
+            "s.log('acc', x, on_step=False, sync_dist=True, on_epoch=True)",
+        ),
+    ],
+)  # fmt: skip
+def test_a_remedy_of_several_expressions_is_shown_and_not_applied(tmp_path, advice, before, after):
+    code = trainer_of(code_of(tmp_path, {"train.py": f"{LOADER}{before}\n"}))
+    kind = {"hints" if isinstance(advice, Hint) else "findings": [advice]}
+    found = patched(code, record(**kind))
+    [remedy] = found.remedies
+    changed = after.splitlines()
+    assert (found.files, remedy.changes, remedy.why) == ({}, "results", "")
+    assert set(remedy.after.splitlines()) == {line for line in changed if line not in before.splitlines()}
+    assert set(remedy.before.splitlines()) == {line for line in before.splitlines() if line not in changed}
+
+
+@pytest.mark.parametrize(
+    ("advice", "text", "why"),
+    [
+        (PARALLEL, "m = nn.DataParallel(M())\nn = m.module\nt = Trainer()", "train.py:5 may read the module"),
+        (PARALLEL, "m = DataParallel(M())\nn = DataParallel(M())\nt = Trainer()", "got train.py:4, train.py:5"),
+        (PARALLEL, "m = DataParallel(M())\nt = Trainer(devices=[0, 1])", "computed"),
+        (LAST, "t = Trainer()\nother.fit(m)", "train.py:5 is not seen to be the Trainer's fit"),
+        (LAST, "t = Trainer()\nfit(m)", "train.py:5 is not seen to be the Trainer's fit"),
+        (LAST, "t = Trainer()\nt.fit(model=m)", "expected one call of fit(...), got none"),
+        (REDUCED, "t = Trainer()\ns.log('loss', x, sync_dist=many)\n", "train.py:5 does not say sync_dist=True"),
+        (REDUCED, "t = Trainer()\ns.log('loss', x, False, True, True, sync_dist=True)\n", "train.py:5 does not say"),
+        (REDUCED, "t = Trainer()\ns.log(f'{a}/loss', x, sync_dist=True)\n", "expected one call of log('loss'...)"),
+        (ACCELERATOR, "t = Trainer(accelerator=kind)", "`kind` at train.py:4 is not assigned in that file"),
+    ],
+)  # fmt: skip
+def test_a_remedy_whose_expressions_are_not_all_known_is_refused(tmp_path, advice, text, why):
+    code = trainer_of(code_of(tmp_path, {"train.py": f"{LOADER}{text}\n"}))
+    kind = {"hints" if isinstance(advice, Hint) else "findings": [advice]}
+    [remedy] = patched(code, record(**kind)).remedies
+    assert (remedy.file, remedy.changes) == ("", "results")
+    assert why in remedy.why
 
 
 def test_persistent_workers_change_the_order_of_later_epochs(tmp_path):

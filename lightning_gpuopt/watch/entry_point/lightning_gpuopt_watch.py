@@ -6,13 +6,14 @@ without lightning-gpuopt in it.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import sys
 import tempfile
 import weakref
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 # the environment variable that the command sets; as in ``lightning_gpuopt.watch.shared_notes``
@@ -29,7 +30,7 @@ _LOADER_VALUES = (
     *("batch_size", "shuffle", "num_workers", "pin_memory", "drop_last", "timeout", "prefetch_factor"),
     *("persistent_workers",),
 )
-_TRAINER_VALUES = ("accelerator", "strategy", "precision", "benchmark", "log_every_n_steps")
+_TRAINER_VALUES = ("accelerator", "strategy", "devices", "precision", "benchmark", "log_every_n_steps")
 _OURS = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "")
 # functions of Lightning's that stand around a constructor
 _WRAPPERS = (
@@ -107,17 +108,19 @@ def _calls(constructor: FrameType) -> list[dict[str, Any]]:
         code = frame.f_code
         wraps = any(code.co_name == name and code.co_filename.endswith(file) for name, file in _WRAPPERS)
         if not wraps and not (code.co_filename.startswith(_OURS) and code.co_name == "__init__"):
-            found.append({"file": code.co_filename, "function": code.co_name, "line": frame.f_lineno, **_range(frame)})
+            place = {"file": code.co_filename, "function": code.co_name, "line": frame.f_lineno}
+            found.append({**place, **_range(code, frame.f_lasti // 2)})
         if code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             break
         frame = frame.f_back
     return found
 
 
-def _range(frame: FrameType) -> dict[str, Any]:
+@functools.lru_cache(maxsize=256)  # in a long module each takes milliseconds
+def _range(code: CodeType, instruction: int) -> dict[str, Any]:
     """Where the call under way is written; columns in bytes. Python 3.10 knows the line only."""
-    positions: Any = getattr(frame.f_code, "co_positions", lambda: ())
-    position = next(itertools.islice(positions(), frame.f_lasti // 2, None), None)
+    positions: Any = getattr(code, "co_positions", lambda: ())
+    position = next(itertools.islice(positions(), instruction, None), None)
     if position is None or None in position:
         return {}
     return dict(zip(("start", "end", "column", "end_column"), position, strict=True))
