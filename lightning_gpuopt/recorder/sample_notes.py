@@ -128,6 +128,7 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
     by_sample = is_fetched_by_sample(fetcher)
     reading = Reading(ring, whole=whole, numbered=by_sample is False)
     batched, stream = bool(fetcher.auto_collation), is_stream(fetcher)
+    at_once = by_sample is None and whole and not getattr(fetcher.dataset, "notes_each", False)
     numbers = ring.numbers
 
     def fetch(keys: Any) -> Any:
@@ -140,7 +141,7 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
             keys = (keys,)
             numbers[_HAS_INDEX] = NO_INDEX
             ring.index(numbers[_SAMPLES] if stream else keys[0])
-        elif by_sample is None and whole and plain:
+        elif at_once and plain:
             reading.note_batch(keys)
         reading.begin(keys if plain or not batched else ())
         try:

@@ -166,9 +166,13 @@ def test_what_autofix_keeps_is_patched_and_its_gain_is_there_again(tmp_path):
     assert not (tmp_path / "lightning_logs").exists()
 
 
-def test_a_loader_that_refuses_its_arguments_shows_no_frame_of_ours(tmp_path):
-    script = "import torch\nfrom torch.utils.data import DataLoader\nDataLoader([1], num_workers=-1)\n"
-    (tmp_path / "train.py").write_text(script)
+@pytest.mark.parametrize(
+    ("number", "said"), [(-1, "num_workers option should be non-negative"), (999, "will create 999 worker processes")]
+)
+def test_a_loader_that_refuses_its_arguments_shows_no_frame_of_ours(tmp_path, number, said):
+    lines = ["import warnings", "from torch.utils.data import DataLoader", "warnings.simplefilter('error')"]
+    (tmp_path / "train.py").write_text("\n".join([*lines, f"DataLoader([1], num_workers={number})\n"]))
     done = EXECUTED([*WATCH, "--", sys.executable, "train.py"], env=ENVIRONMENT, cwd=tmp_path)
-    assert "num_workers option should be non-negative" in done.stderr
+    assert said in done.stderr
+    assert "Traceback" in done.stderr
     assert "lightning_gpuopt_watch.py" not in done.stderr

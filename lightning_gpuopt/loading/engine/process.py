@@ -219,6 +219,8 @@ class _InitFailed(Exception):
 class _Rows:
     """A dataset for torch's fetcher, whose samples go into their rows of a batch as they are read."""
 
+    notes_each = True  # the flight recorder is told of each sample
+
     def __init__(self, process: LoaderProcess) -> None:
         self._process = process
         self.reads_for = process.samples
@@ -248,6 +250,8 @@ class _FirstRows(_Rows):
 
 class _Records(_Rows):
     """The same of equal records, many of which are copied at once."""
+
+    notes_each = False
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         control, slot = self._process.control, self.slot

@@ -55,24 +55,29 @@ def callbacks() -> list[Any]:
 def note_loaders() -> None:
     """From now on, note where each DataLoader is made.
 
-    The constructor calls ``check_worker_number_rationality`` as its last act (torch 2.4 to 2.13). That is replaced, and
-    not the constructor: so no frame of ours is in the traceback when arguments are refused.
+    The constructor asks for ``check_worker_number_rationality`` as its last act (torch 2.4 to 2.13). That it asks is
+    noted, and what it asks for is torch's: no frame of ours is in a traceback.
     """
     with contextlib.suppress(Exception):
         from torch.utils.data import DataLoader
 
-        check = getattr(DataLoader, _CHECK)
-        if getattr(check, "__module__", None) == __name__:
-            return
+        check = vars(DataLoader)[_CHECK]
+        if not isinstance(check, _Noted):
+            setattr(DataLoader, _CHECK, _Noted(check))
 
-        def check_and_note(self: Any) -> None:
-            with contextlib.suppress(Exception):
-                frame = sys._getframe(1)
-                if frame.f_code.co_name == "__init__":
-                    _loader_made(self, frame)
-            check(self)
 
-        setattr(DataLoader, _CHECK, check_and_note)
+class _Noted:
+    """A method of torch's DataLoader; a constructor that asks for it is noted."""
+
+    def __init__(self, method: Any) -> None:
+        self._method = method
+
+    def __get__(self, loader: Any, owner: Any = None) -> Any:
+        with contextlib.suppress(Exception):
+            frame = sys._getframe(1)
+            if loader is not None and frame.f_code.co_name == "__init__":
+                _loader_made(loader, frame)
+        return self._method.__get__(loader, owner)
 
 
 def _loader_made(loader: Any, constructor: FrameType) -> None:
