@@ -37,8 +37,8 @@ def run(options: Namespace) -> int:
     patch = make_patch(path)
     for line in patch.lines:
         print(line)
-    for cell, text in patch.cells.items():
-        print(f"The notebook's cell {cell}:\n{text}")
+    for text in patch.cells.values():
+        print(f"A cell's new text:\n{text}")
     if not patch.text:
         if not patch.lines:
             print("Nothing to patch: the report has no setting that was kept or is advised.")
@@ -57,7 +57,6 @@ def make_patch(path: Path) -> Patch:
     """The patch of a report, whose ``remedies`` are written into it; UsageError without the run's code."""
     from lightning_gpuopt.patch.edits import library
     from lightning_gpuopt.patch.remedies import patch_of
-    from lightning_gpuopt.patch.sources import Sources
     from lightning_gpuopt.watch.code_facts import CODE_FILE, RunCode
 
     library()
@@ -69,7 +68,7 @@ def make_patch(path: Path) -> Patch:
             f"expected {CODE_FILE} beside the report, got none that can be read: {place}; run the script with "
             "lightning-gpuopt watch --fix"
         ) from error
-    patch = patch_of(report, code, Sources(code))
+    patch = patch_of(report, code)
     with writing_to("REPORT.json", path):
         report.with_remedies(patch.remedies).save_json(path)
     return patch

@@ -151,8 +151,9 @@ def _print_patches(folder: Path) -> None:
         except Exception as error:  # the command's exit code counts for more
             _print(f"{report.parent.name}: no patch: {error}")
             continue
-        cells = [f"The notebook's cell {name}:\n{text}" for name, text in patch.cells.items()]
-        end = [f"Patch: {report.with_name(PATCH_FILE)}"] if patch.text else ["No patch: nothing can be edited."]
+        cells = [f"A cell's new text:\n{text}" for text in patch.cells.values()]
+        end = [f"Patch: {report.with_name(PATCH_FILE)}"] if patch.text else []
+        end = end or ["No patch: nothing can be edited."] * (not cells)
         _print("\n".join([*patch.lines, *cells, *end]))
 
 

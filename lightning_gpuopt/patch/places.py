@@ -111,7 +111,7 @@ class Places:
         found = [call for call in file.calls_at(site) if self._makes(file, call, made.name)]
         if len(found) != 1:
             how = f"{len(found)} calls could have made it" if found else f"no call of {made.name} by its name is there"
-            raise Refusal(f"the {made.name} is made at {Path(site.file).name}:{site.line}, where {how}")
+            raise Refusal(f"the {made.name} is made at {file.at_line(site.line)}, where {how}")
         self._passed.append(site)
         self._refuse_several(made)
         self._refuse_explicit_self(file, found[0])
@@ -135,7 +135,7 @@ class Places:
         for site in self._passed:
             made_here = [each for each in self._code.loaders if site in each.calls]
             if any(each.dataset != made.dataset or self._way_of(each) != way for each in made_here):
-                place = f"{Path(site.file).name}:{site.line}"
+                place = self._sources.file(site.file).at_line(site.line)
                 raise Refusal(f"the call at {place} has made other loaders as well: they would change, too")
 
     def _way_of(self, made: Made) -> list[CallSite]:

@@ -14,6 +14,7 @@ from lightning_gpuopt.diagnosis.render.wording import gain, speedup
 from lightning_gpuopt.measurements.code_location import INSTALLED
 from lightning_gpuopt.patch.diff import unified
 from lightning_gpuopt.patch.edits import all_edited
+from lightning_gpuopt.patch.notebook import NOTEBOOK, changed_cells, joined
 from lightning_gpuopt.patch.places import Places
 from lightning_gpuopt.patch.sources import Edit, Range, Refusal, SourceFile, Sources, last_name, literal_of
 from lightning_gpuopt.watch.code_facts import Made, RunCode, tree_of
@@ -137,9 +138,11 @@ def _hinted(name: str, setting: str) -> Iterator[Setting]:
         yield Setting(name, None, False, "code", name, changes="results", note="other algorithms, and other rounding")
 
 
-def patch_of(report: RunRecord, code: RunCode, sources: Sources) -> Patch:
+def patch_of(report: RunRecord, run: RunCode) -> Patch:
     """The patch of a report, by the code that has made it."""
-    places, result = Places(code, sources), Patch()
+    code = joined(run)
+    sources, result = Sources(code), Patch()
+    places = Places(code, sources)
     done: list[tuple[Setting, list[Edit]]] = []
     for setting in settings_of(report):
         try:
@@ -157,6 +160,9 @@ def patch_of(report: RunRecord, code: RunCode, sources: Sources) -> Patch:
         done.append((setting, edits))
     result.tree = _tree(code, [edit.file for _, edits in done for edit in edits])
     _assemble(report, code, sources, done, result)
+    if NOTEBOOK in code.cells:
+        edits = [edit for setting, edits in done if setting.changes == "nothing" for edit in edits]
+        result.cells = dict(changed_cells(run, _bytes(sources, code, NOTEBOOK, edits).decode()))
     return result
 
 
@@ -171,22 +177,23 @@ def _assemble(
         section = [each for each in live if each[0].proved is proved]
         if not section:
             continue
-        before = {file: _bytes(sources, code, file, so_far) for file in _files(section)}
+        files = [file for file in _files(section) if file not in code.cells]
+        before = {file: _bytes(sources, code, file, so_far) for file in files}
         so_far = [*so_far, *(edit for _, edits in section for edit in edits)]
-        after = {file: _bytes(sources, code, file, so_far) for file in _files(section)}
-        parts.append(_comment([f"-- {title}"]) + _diff(code, result, before, after))
+        after = {file: _bytes(sources, code, file, so_far) for file in files}
+        parts.append(_comment([f"-- {title}"]) + _diff(result, before, after))
     for setting, edits in done:
         before = {file: _bytes(sources, code, file, []) for file in _files([(setting, edits)])}
         after = {file: _bytes(sources, code, file, edits) for file in before}
-        lines = _diff(code, replace(result, cells={}), before, after).decode("utf-8", "replace").splitlines()
+        lines = _diff(result, before, after).decode("utf-8", "replace").splitlines()
         result.remedies.append(_remedy(setting, edits, lines))
         place = f"{_relative(result, edits[0].file)}:{edits[0].range.line}"
+        if edits[0].file in code.cells:
+            place = sources.file(edits[0].file).at_line(edits[0].range.line)
         result.lines.append(f"{_section(setting)}: {_title(setting)} at {place}{_figures(setting)}")
         if setting.changes != "nothing":
             parts.append(_comment([f"-- {_section(setting)}: {setting.name}: {setting.note}; not applied", *lines]))
     result.files = {Path(file): _bytes(sources, code, file, so_far) for file in _files(live) if file not in code.cells}
-    for file in (each for each in _files(live) if each in code.cells):
-        result.cells[file] = _bytes(sources, code, file, so_far).decode()
     if result.files:
         result.text = _comment(_header(report, code, result)) + b"".join(parts)
 
@@ -360,9 +367,8 @@ def _relative(result: Patch, file: str) -> str:
     return str(path.relative_to(result.tree)) if path.is_relative_to(result.tree) else file
 
 
-def _diff(code: RunCode, result: Patch, before: dict[str, bytes], after: dict[str, bytes]) -> bytes:
-    real = [file for file in before if file not in code.cells]
-    return unified({_relative(result, file): (before[file], after[file]) for file in real})
+def _diff(result: Patch, before: dict[str, bytes], after: dict[str, bytes]) -> bytes:
+    return unified({_relative(result, file): (before[file], after[file]) for file in before})
 
 
 # ---- words ----

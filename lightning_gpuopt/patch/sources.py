@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from lightning_gpuopt.patch.notebook import NOTEBOOK
 from lightning_gpuopt.watch.code_facts import CallSite, RunCode
 
 Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -153,7 +154,12 @@ class SourceFile:
 
     def at(self, node: Any) -> str:
         """A place, as people write it: ``train.py:12``."""
-        return f"{Path(self.name).name}:{node.lineno}"
+        return self.at_line(node.lineno)
+
+    def at_line(self, line: int) -> str:
+        if self.name == NOTEBOOK:
+            return f"`{self.text.splitlines()[line - 1].strip()}`"
+        return f"{Path(self.name).name}:{line}"
 
 
 class Sources:

@@ -136,7 +136,7 @@ class CodeWatch:
             arguments=tuple(sys.argv[1:]),
             files=hashes,
             modules={name: file for name, file in _modules() if file in hashes},
-            cells=dict(_cells([*loaders, *self._training, *([self._made] if self._made is not None else [])])),
+            cells=dict(_cells()),
             variables=tuple(sorted(os.environ)),
             paths=tuple(os.path.abspath(each) for each in sys.path),
             loaders=(*loaders, *self._others),
@@ -220,13 +220,11 @@ def _hashed(files: Iterable[str]) -> Iterator[tuple[str, str]]:
                 yield file, hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 
-def _cells(made: Iterable[Made]) -> Iterator[tuple[str, str]]:
-    """A notebook's cells, whose code has the name of a file that is not there."""
-    for call in (call for each in made for call in each.calls):
-        if "ipykernel_" in call.file or call.file.startswith("<ipython-input"):
-            lines = linecache.getlines(call.file)
-            if lines:
-                yield call.file, "".join(lines)
+def _cells() -> Iterator[tuple[str, str]]:
+    """The cells of a notebook that ran, in their order; the code of each has the name of a file that is not there."""
+    for name in list(linecache.cache):
+        if "ipykernel_" in name or name.startswith("<ipython-input"):
+            yield name, "".join(linecache.getlines(name))
 
 
 def tree_of(folder: str) -> Path:

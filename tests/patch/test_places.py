@@ -286,7 +286,7 @@ def kept(setting: str, to: Any = True) -> Change:
 
 
 def patched(code: RunCode, report: RunRecord) -> Patch:
-    return patch_of(report, code, Sources(code))
+    return patch_of(report, code)
 
 
 def test_what_was_kept_comes_first_and_what_is_only_advised_is_a_diff_of_its_own(tmp_path):
@@ -354,9 +354,21 @@ REDUCED = Finding("logging", 0.3, {"metric": "loss, acc", "sync_ms_per_step": 3.
 @pytest.mark.parametrize(
     ("advice", "before", "after"),
     [
-        (PARALLEL, "m = nn.DataParallel(M(1)).cuda()\nt = Trainer()", "m = M(1).cuda()\nt = Trainer(devices=2, strategy='ddp')"),
-        (LAST, "t = Trainer()\nt.fit(m, a)", "t = Trainer()\nfrom torch import channels_last\nt.fit(m.to(memory_format=channels_last), a)"),
-        (LAST, "Trainer().fit(m or M())", "from torch import channels_last\nTrainer().fit((m or M()).to(memory_format=channels_last))"),
+        (
+            PARALLEL,
+            "m = nn.DataParallel(M(1)).cuda()\nt = Trainer()",
+            "m = M(1).cuda()\nt = Trainer(devices=2, strategy='ddp')",
+        ),
+        (
+            LAST,
+            "t = Trainer()\nt.fit(m, a)",
+            "t = Trainer()\nfrom torch import channels_last\nt.fit(m.to(memory_format=channels_last), a)",
+        ),
+        (
+            LAST,
+            "Trainer().fit(m or M())",
+            "from torch import channels_last\nTrainer().fit((m or M()).to(memory_format=channels_last))",
+        ),
         (ACCELERATOR, "t = Trainer(accelerator='cpu')", "t = Trainer(accelerator='auto')"),
         (
             REDUCED,
@@ -444,12 +456,28 @@ def test_a_number_is_logged_as_a_tensor(tmp_path):
     assert found.files[tmp_path / "train.py"].decode() == text.replace(".item()", "")
 
 
-def test_a_cell_of_a_notebook_gives_its_new_text(tmp_path):
-    name, text = "/tmp/ipykernel_1/2.py", HEAD + "a = DataLoader(x)\n"
-    made = Made("DataLoader", VALUES, (CallSite(name, "<module>", 2, 2, 2, 4, 17),), 1)
-    code = RunCode(str(tmp_path), "", (), cells={name: text}, loaders=(made,), training=(made,))
-    found = patched(code, record(changes=[kept("num_workers", 4)]))
-    assert (found.text, found.cells) == (b"", {name: text.replace("(x)", "(x, num_workers=4)")})
+def test_cells_of_a_notebook_share_their_names_and_those_that_change_are_given(tmp_path):
+    cells = [HEAD, "n = 0", "# the loader\na = DataLoader(x, num_workers=n)\n", "t.fit(m, a)"]
+    names = [f"/tmp/ipykernel_1/{each}.py" for each in range(4)]
+    made = Made("DataLoader", VALUES, (CallSite(names[2], "<module>", 2, 2, 2, 4, 32),), 1)
+    trainer = Made("Trainer", {}, (CallSite(names[3], "<module>", 1, 1, 1, 0, 11),))
+    run = RunCode(
+        str(tmp_path),
+        "",
+        (),
+        cells=dict(zip(names, cells, strict=True)),
+        loaders=(made,),
+        training=(made,),
+        trainer=trainer,
+    )
+    found = patched(run, record(changes=[kept("num_workers", 4)]))
+    assert (found.text, found.cells) == (b"", {names[1]: "n = 4"})
+    assert found.lines[0].startswith("proved: num_workers 0 → 4 at `n = 0` (")
+    [remedy] = found.remedies
+    assert (remedy.file, remedy.before, remedy.after) == ("notebook", "n = 0", "n = 4")
+    twice = replace(run, cells={**run.cells, "/tmp/ipykernel_1/5.py": "n = 2\n"})
+    [line] = patched(twice, record(changes=[kept("num_workers", 4)])).lines
+    assert line.endswith("`n` is assigned in more than one place: `n = 0`, `n = 2`")
 
 
 def test_a_file_outside_of_the_tree_is_not_edited(tmp_path):
