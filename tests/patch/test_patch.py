@@ -133,6 +133,36 @@ def test_without_libcst_the_line_that_installs_it(tree, capsys, monkeypatch):
     assert 'pip install "lightning-gpuopt[patch]"' in capsys.readouterr().err
 
 
+KERNEL = """
+import linecache
+cells = [PARTS, "workers = 1", "loader = DataLoader(Slow(), 2, num_workers=workers)", FIT]
+for number, cell in enumerate(cells):
+    name = f"/tmp/ipykernel_1/{number}.py"
+    linecache.cache[name] = (len(cell), None, cell.splitlines(keepends=True), name)
+    exec(compile(cell, name, "exec"), globals())
+"""
+
+
+def test_the_cells_of_a_notebook_are_seen_as_they_run(tmp_path, capsys):
+    kernel = KERNEL.replace("PARTS", repr(scripts.PARTS)).replace(
+        "FIT", repr("trainer(max_steps=8).fit(Model(), loader)")
+    )
+    (tmp_path / "kernel.py").write_text(kernel)
+    done = EXECUTED([*WATCH, "--", sys.executable, "kernel.py"], env=ENVIRONMENT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [fit] = (tmp_path / "gpuopt").glob("*/fit-1")
+    report = StallReport.from_json((fit / "report.json").read_text())
+    replace(report, changes=[Change("num_workers", 1, 2, measured=1.8, kept=True)], findings=[]).save_json(
+        fit / "report.json"
+    )
+    assert main(["patch", str(fit)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "proved: num_workers 1 → 2 at `workers = 1` (measured 1.8x)",
+        "A cell's new text:",
+        "workers = 2",
+    ]
+
+
 def test_a_check_that_is_terminated_leaves_no_copy(tree, tmp_path):
     (temporary := tmp_path / "temporary").mkdir()
     waits = [sys.executable, "-c", "import signal; print(flush=True); signal.pause()"]
