@@ -252,11 +252,12 @@ class AutoFixController:
                 before_s, after_s = self._history.set_up_costs(trial)
                 steps_alone = judge(self._history.before, trial.after)
                 costs_more = after_s > before_s and steps_alone is not False
-                doubted = not costs_more and (self._history.measured(trial) or 0) >= CLEAR_GAIN
+                doubted = not costs_more and setting != "persistent_workers"  # earlier set-ups count against it
+                doubted = doubted and (self._history.measured(trial) or 0) >= CLEAR_GAIN
                 self._take_back(trial, COSTS_MORE if costs_more else _NO_GAIN)
                 if doubted and setting not in self._doubted:
                     self._doubted.add(setting)
-                    self._failed.discard(setting)
+                    self._failed -= {*trial.entries}
 
     def _look_at_costs(self) -> None:
         """Undo changes kept in mid-epoch whose set-up in the next epoch costs more than their steps save."""
@@ -274,7 +275,7 @@ class AutoFixController:
         for index in indices:
             measured = self.changes[index].measured
             slower = None if measured is None else measured * step_s / (step_s + costs_s)
-            self._record(index, slower, kept=False, why=COSTS_MORE)
+            self._record(index, slower, None, kept=False, why=COSTS_MORE)
 
     def _restore(self, setting: str, value: Any) -> None:
         """Give a setting its value back on all ranks, and do not try it again."""
@@ -304,9 +305,9 @@ class AutoFixController:
         """Record how a trial has ended; a change that never took effect is neither kept nor refuted."""
         self._trial = None
         measured = None if trial.waits else self._history.measured(trial)
-        interval = self._history.interval(trial)
+        interval = None if trial.waits else self._history.interval(trial)
         for index in trial.entries.values():
-            self.changes[index] = replace(self.changes[index], windows=len(trial.after), interval=interval)
+            self.changes[index] = replace(self.changes[index], windows=len(trial.after))
         for setting, index in trial.entries.items():
             reasons = [why or self.changes[index].why]
             if kept and setting in _DRAWS and self._loader.draws:
@@ -314,11 +315,13 @@ class AutoFixController:
             if kept and setting == trial.wanted.setting and self.changes[index].predicted is None:
                 reasons.append(f"not predicted: {NOT_PREDICTED[setting]}")
             whole = "; ".join(each for each in reasons if each)
-            self._record(index, measured, kept=None if trial.waits else kept, why=whole)
-            measured = None  # noted once for all that was changed together
+            self._record(index, measured, interval, kept=None if trial.waits else kept, why=whole)
+            measured = interval = None  # noted once for all that was changed together
 
-    def _record(self, index: int, measured: float | None, *, kept: bool | None, why: str) -> None:
-        self.changes[index] = replace(self.changes[index], measured=measured, kept=kept, why=why)
+    def _record(
+        self, index: int, measured: float | None, interval: tuple[float, float] | None, *, kept: bool | None, why: str
+    ) -> None:
+        self.changes[index] = replace(self.changes[index], measured=measured, interval=interval, kept=kept, why=why)
         self._notify(f"AutoFix: {change_line(self.changes[index])}")
 
     def training_ended(self) -> None:

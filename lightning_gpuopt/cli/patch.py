@@ -46,6 +46,9 @@ def run(options: Namespace) -> int:
     target = Path(options.out) if options.out is not None else path.with_name(PATCH_FILE)
     write_patch(target, patch, argument="--out" if options.out is not None else "the report's folder")
     print(f"Patch: {target}")
+    if not patch.files:
+        print("Nothing in it is applied: it changes the order of samples, or results.")
+        return 0
     if options.check and not _is_proved(path, patch):
         return PROBLEM_FOUND
     if options.apply:

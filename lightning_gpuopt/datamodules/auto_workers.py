@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -73,8 +73,9 @@ def _workers_that_fit(loader: ElasticLoader, loaders_on_node: int) -> tuple[int,
     share = PART_OF_SHARED_MEMORY * free / max(1, loaders_on_node)
     if workers_in(share, _LARGE_BATCH, ahead) >= wanted:
         return wanted, None
-    batch_sampler: Any = loader.batch_sampler
-    batch_bytes = batch_sampler.batch_size * (_sample_bytes(loader) or 0)
+    batches: Any = loader.batch_sampler
+    size = getattr(batches, "batch_size", None) or (len(batches[0]) if isinstance(batches, Sequence) and batches else 0)
+    batch_bytes = size * (_sample_bytes(loader) or 0) if isinstance(size, int) else 0
     if not batch_bytes or (fitting := workers_in(share, batch_bytes, ahead)) >= wanted:
         return wanted, None
     needed = batch_bytes * (wanted * ahead + 1) * loaders_on_node / PART_OF_SHARED_MEMORY

@@ -32,6 +32,7 @@ from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, epoch_of_rank
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
+from lightning_gpuopt.timeline.worker_clock import untimed
 from lightning_gpuopt.utils.arguments import choice, flag, or_auto, refuse, whole_number
 
 _OF_WORKERS: Final = ("prefetch_factor", "timeout", "multiprocessing_context")  # no arguments without workers
@@ -103,7 +104,7 @@ class SampleLoader(ElasticLoader):
         self.max_ahead_mib = whole_number("max_ahead_mib", max_ahead_mib, "MiB", least=1)
         self.max_ahead_bytes = self.max_ahead_mib << 20
         skipped = SkippedSamples(Path("gpuopt", "skipped.csv")) if on_corrupt == "skip" else None
-        own = None if collate_fn in (None, default_collate) else collate_fn
+        own = None if untimed(collate_fn) in (None, default_collate) else collate_fn
         self._reading = Reading.of(dataset, seed=self.seed, skipped=skipped, collate_fn=own, memory_format="contiguous")
         is_ours = sampler is None and batch_sampler is None
         if is_ours:
@@ -173,6 +174,7 @@ class SampleLoader(ElasticLoader):
                 f"{sampler.padding} go to more than one rank, so that all ranks have equally many batches"
             )
         self._before, self._resumes = self._before if self._resumes else 0, False
+        self._running, self._yielded = None, 0
         iterator = super().__iter__()
         self._running = weakref.ref(iterator, partial(_note_end, weakref.ref(self), vars(iterator)))
         return iterator

@@ -18,7 +18,7 @@ from lightning_gpuopt.loading.engine.engine import MAX_AHEAD_BYTES, CannotServe
 from lightning_gpuopt.loading.engine.iterator import EngineIterator, why_not_served
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, ResumableLoader
 from lightning_gpuopt.loading.samples import EpochSamples, SeededCollate, SkippedSamples
-from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, untimed
 
 if TYPE_CHECKING:  # else callbacks would need the decoders
     from lightning_gpuopt.images.crop import CenterCrops, RandomCrops
@@ -40,6 +40,7 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
     keeps_readers = False
     # with `pin_memory` the loader processes' memory is page-locked itself: nobody else may copy batches
     pins_in_place = False
+    is_trial = False  # of a number of workers
     torch_is_faster = False  # loader processes were found to be slower than torch's workers
     cpus = 0  # that loader processes may share, as many and with threads as is best; 0: there are `num_workers` of them
     max_ahead_bytes: int | None = (
@@ -105,7 +106,8 @@ class ElasticLoader(ResumableLoader, DataLoader[Any]):
                     loader.batch_sampler.begun = reason.begun
             if not isinstance(loader.batch_sampler, PlacedBatches):
                 (torch.default_generator if self.generator is None else self.generator).set_state(state)
-        self._say_that_workers_load(why)
+        if not self.is_trial:
+            self._say_that_workers_load(why)
         return DataLoader._get_iterator(loader)
 
     def _say_that_workers_load(self, why: str) -> None:
@@ -189,10 +191,7 @@ def sample_tasks(loader: DataLoader[Any]) -> dict[str, Any]:
 
 def why_no_sample_tasks(loader: DataLoader[Any]) -> str | None:
     """Why the samples of a plain DataLoader cannot be tasks, as far as is known before one is read."""
-    collate_fn: Any = loader.collate_fn
-    while isinstance(collate_fn, TimedCollate):
-        collate_fn = collate_fn.collate_fn
-    if collate_fn is not default_collate:
+    if untimed(loader.collate_fn) is not default_collate:
         return "its collate_fn is not torch's default_collate"
     if not is_read_by_sample(loader.dataset):
         return "its dataset returns whole batches (__getitems__)"

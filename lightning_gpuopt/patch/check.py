@@ -109,7 +109,8 @@ def check(
 def _copy(tree: Path, copy: Path, sources: set[Path], since_s: float) -> None:
     """Copy folders in which the run has source files; link the others, and large files.
 
-    What was written since the run began is its result: it is left out, as a second run may write there, too.
+    What was written since the run began is its result: it is left out, as a second run may write there, too. Of a
+    folder with other files besides, each is linked.
     """
     folders = {parent for each in sources for parent in each.parents}
     copy.mkdir(parents=True)
@@ -117,16 +118,19 @@ def _copy(tree: Path, copy: Path, sources: set[Path], since_s: float) -> None:
         target = copy / each.name
         if each.name in _NOT_COPIED or (each.is_dir() and (each / "command.txt").exists()):
             continue
-        if each.is_dir() and not each.is_symlink() and each in folders:
+        is_folder = each.is_dir() and not each.is_symlink()
+        times = [] if each in folders or each in sources else _times(each)
+        if is_folder and (each in folders or min(times) < since_s <= max(times)):
             _copy(each, target, sources, since_s)
-        elif each in sources or not _is_written(each, since_s):
-            if each.is_dir() or each.is_symlink() or not each.is_file() or each.stat().st_size >= _LARGE:
-                target.symlink_to(each)
-            else:
+        elif each in sources or max(times) < since_s:
+            is_small = each.is_file() and not each.is_symlink() and each.stat().st_size < _LARGE
+            if is_small and tree in folders:
                 shutil.copy2(each, target)
+            else:
+                target.symlink_to(each)
 
 
-def _is_written(path: Path, since_s: float) -> bool:
-    """Whether a file, or one of a folder, was written since then; of a folder with very many, the first are asked."""
-    inside = (Path(folder, name) for folder, folders, files in os.walk(path) for name in (*folders, *files))
-    return any(each.lstat().st_mtime >= since_s for each in (path, *islice(inside, _MANY)))
+def _times(path: Path) -> list[float]:
+    """When a file, or the files of a folder, were written; of a folder with very many, of the first ones."""
+    files = [Path(folder, name) for folder, _, names in islice(os.walk(path), _MANY) for name in names[:_MANY]]
+    return [each.lstat().st_mtime for each in islice(files, _MANY)] or [path.lstat().st_mtime]

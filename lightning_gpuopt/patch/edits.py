@@ -153,9 +153,9 @@ def _with_import(cst: Any, module: libcst.Module, edit: Edit) -> libcst.Module:
 def _binds(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.Name):
         return node.id == name and not isinstance(node.ctx, ast.Load)
-    return name in (getattr(node, "name", None), getattr(node, "asname", None)) and not isinstance(
-        node, ast.ExceptHandler
-    )
+    if isinstance(node, ast.arg):
+        return node.arg == name
+    return name in (getattr(node, "name", None), getattr(node, "asname", None), getattr(node, "rest", None))
 
 
 def _replacement(cst: Any, target: Any, edit: Edit) -> Any:

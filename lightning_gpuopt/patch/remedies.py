@@ -66,11 +66,15 @@ class Patch:
 def settings_of(report: RunRecord) -> list[Setting]:
     """The settings that a report has kept, and those that it advises, as far as one setting of the code brings them."""
     kept: dict[str, Change] = {}
+    tried = {each.setting for each in report.changes if each.kept is False}
     for each in report.changes:
         if each.kept and each.measured is not None:
             before = kept.get(each.setting)
             kept[each.setting] = each if before is None else _together(before, each)
-    tried = {each.setting for each in report.changes if each.kept is False}
+        elif each.kept and each.setting in kept:  # it had to be given up, as when memory ran out
+            tried.add(kept.pop(each.setting).setting)
+        elif each.kept and each.setting == "persistent_workers":  # measured together with more workers
+            kept[each.setting] = each
     found = [_kept(change) for change in kept.values()]
     for finding in report.findings:
         names = [
@@ -89,7 +93,8 @@ def settings_of(report: RunRecord) -> list[Setting]:
                 Setting("sync_dist", metric, False, "code", finding.cause, None, finding, changes="results", note=note)
             )
         elif finding.cause == "logging" and not finding.evidence.get("sync_ms_per_step"):
-            found.append(Setting("log_every_n_steps", _LOG_EVERY, False, "trainer", finding.cause, finding=finding))
+            logs = Setting("log_every_n_steps", _LOG_EVERY, False, "trainer", finding.cause, None, finding)
+            found.append(replace(logs, changes="results", note="fewer steps are logged"))
     found += [each for hint in report.hints for each in _hinted(hint.name, hint.setting)]
     return list({each.name: each for each in reversed(found)}.values())[::-1]
 
@@ -194,7 +199,7 @@ def _assemble(
         if setting.changes != "nothing":
             parts.append(_comment([f"-- {_section(setting)}: {setting.name}: {setting.note}; not applied", *lines]))
     result.files = {Path(file): _bytes(sources, code, file, so_far) for file in _files(live) if file not in code.cells}
-    if result.files:
+    if parts and any(file not in code.cells for file in _files(done)):
         result.text = _comment(_header(report, code, result)) + b"".join(parts)
 
 
@@ -214,6 +219,8 @@ def _edits(places: Places, sources: Sources, code: RunCode, setting: Setting) ->
         if setting.name == "device_prefetch":
             edit = places.added(code.trainer, "callbacks", "CudaPrefetcher()")
             return [edit, replace(edit, value="CudaPrefetcher", keyword="", item=False, imports="lightning_gpuopt")]
+        if setting.name == "accelerator" and code.trainer.values.get("devices", "auto") not in ("auto", 1):
+            raise Refusal("the Trainer's devices may be more than there are GPUs: set both by hand")
         now = code.trainer.values.get(setting.name)
         if setting.name == "log_every_n_steps" and (now is None or now >= _LOG_EVERY):
             raise Refusal(f"it is {now or _LOG_EVERY} already")
@@ -307,7 +314,18 @@ def _reduced_once_an_epoch(sources: Sources, metric: str) -> list[Edit]:
     given = {each.arg: literal_of(each.value) for each in call.keywords}
     if given.get("sync_dist") != (True,) or None in given or len(call.args) > 2:  # the name, and the value
         raise Refusal(f"{file.at(call)} does not say sync_dist=True, by its name")
+    if given.get("on_epoch") != (True,) and "batch_size" not in given:
+        raise Refusal(f"{file.at(call)} does not say batch_size=, which a mean over an epoch may need")
+    for each in sources.all:
+        used = [node for node in each.nodes if _is_text(node, metric) and each.parents[node] is not call]
+        logged = [node for node in each.nodes if isinstance(node, ast.Call) and last_name(node.func) == "log_dict"]
+        if others := [*used, *logged]:
+            raise Refusal(f"{each.at(others[0])} may read {metric!r} in each step, or log it")
     return [Edit(file.name, Range.of(call), value, key) for key, value in (("on_step", "False"), ("on_epoch", "True"))]
+
+
+def _is_text(node: ast.AST, metric: str) -> bool:
+    return isinstance(node, ast.Constant) and node.value in (metric, f"{metric}_step", f"{metric}_epoch")
 
 
 def _in_channels_last(sources: Sources, trainer: ast.Call) -> list[Edit]:
@@ -328,8 +346,11 @@ def _in_channels_last(sources: Sources, trainer: ast.Call) -> list[Edit]:
 def _without_data_parallel(sources: Sources) -> Edit:
     file, call = _the_call(sources, "DataParallel")
     for each in sources.all:
-        if inner := each.member_reads("module"):
-            raise Refusal(f"{each.at(inner[0])} may read the module inside of DataParallel")
+        states = [node for node in each.nodes if last_name(node) in ("load_state_dict", "load_from_checkpoint")]
+        if inner := [*each.member_reads("module"), *states]:
+            raise Refusal(f"{each.at(inner[0])} may read the module inside of DataParallel, or its weights")
+        if any(isinstance(node, ast.alias) and node.name == "DataParallel" and node.asname for node in each.nodes):
+            raise Refusal(f"{each.name} has DataParallel under another name")
     return Edit(file.name, Range.of(call), ast.get_source_segment(file.text, call.args[0]) or "")
 
 
@@ -395,7 +416,7 @@ def _figures(setting: Setting) -> str:
         windows = f" by {setting.change.windows} windows of steps" if setting.change.windows else ""
         measured, ends = setting.change.measured, setting.change.interval
         parts.append(f"measured {gain((ends[0], measured, ends[1])) if ends else speedup(measured)}{windows}")
-        parts += [setting.change.why] if setting.change.why else []
+    parts += [setting.change.why] if setting.change is not None and setting.change.why else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -410,7 +431,8 @@ def _header(report: RunRecord, code: RunCode, result: Patch) -> list[str]:
     names = ("lightning_gpuopt", "torch", "lightning", "python", "device")
     versions = ", ".join(f"{name} {report.environment[name]}" for name in names if name in report.environment)
     steps = f"{report.steps} steps in all"
-    return ["lightning-gpuopt patch: apply with git apply, or patch -p1", *result.lines, f"{steps}; {versions}"]
+    first = "apply with git apply, or patch -p1" if result.files else "nothing to apply"
+    return [f"lightning-gpuopt patch: {first}", *result.lines, f"{steps}; {versions}"]
 
 
 def _comment(lines: Sequence[str]) -> bytes:

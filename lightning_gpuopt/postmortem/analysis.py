@@ -243,7 +243,7 @@ def _at(where: str | None, index: int | str | None, death: Death) -> str:
     if index is not None:
         parts.append(f"it read sample {key(index)}")
     elif death.record is not None and death.record.worker is not None and death.record.indices:
-        indices = death.record.indices
+        indices = (death.error or {}).get("indices") or death.record.indices
         parts.append(f"it read a batch of samples, {key(indices[0])} to {key(indices[-1])}")
     if where:
         parts.append(f"at {where}")

@@ -9,7 +9,16 @@ from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import SAVES, STARTS, VALIDATES, WAITS, FlightRecord
 from lightning_gpuopt.postmortem.record import Process
-from lightning_gpuopt.postmortem.stacks import Frame, collective_of, fetches, frame_of, loads, main_thread, own_frame
+from lightning_gpuopt.postmortem.stacks import (
+    Frame,
+    collective_of,
+    fetches,
+    frame_of,
+    loads,
+    main_thread,
+    own_frame,
+    reading_thread,
+)
 from lightning_gpuopt.postmortem.uneven import Uneven, uneven_of
 from lightning_gpuopt.postmortem.wording import clock, key, name_of
 from lightning_gpuopt.postmortem.wording import ranks as ranks_in_words
@@ -104,7 +113,7 @@ def describe_hang(
         lines += _at(process, stuck.record, stuck.where, None, waits, several)
         return HangDescription("\n".join(lines), process, stuck.where, stuck.record.index, likely, advice)
     process = Process(worker.rank, worker.worker, worker.pid)
-    frames = main_thread(stacks.get(worker.pid, ""))
+    frames = reading_thread(stacks.get(worker.pid, ""))
     frame = own_frame(frames)
     where = (
         frame.at(worker.place, worker.reads) if frame and frame.own else worker.place or (frame.at() if frame else "")

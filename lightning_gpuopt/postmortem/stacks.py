@@ -94,6 +94,13 @@ def main_thread(text: str) -> list[Frame]:
     return threads[-1] if threads else []
 
 
+def reading_thread(text: str) -> list[Frame]:
+    """Frames of a thread that reads samples beside the main one; of the main one if there is none."""
+    reads = [frames for _, frames in _threads(text) if any(each.name == "_take_samples" for each in frames)]
+    busy = [frames for frames in reads if frames[0].name != "_take_samples"]  # the others wait for what to read
+    return busy[-1] if busy else main_thread(text)
+
+
 def crashed_thread(text: str) -> list[Frame]:
     """Frames of the thread that a fatal signal came to, innermost first."""
     threads = _threads(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import operator
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -110,7 +111,8 @@ class Reading:
     def failed(self, error: BaseException) -> None:
         try:
             self.show()
-            index = self._ring.noted_index()
+            here = getattr(sample_keys.noted, "here", lambda: None)()
+            index = self._ring.noted_index() if here is None else _plain(here)
             keys = {} if index is not None or self.keys is None else {"indices": _shown(self.keys)}
             self._ring.log("exception", **described(error), index=index, **keys)
         except Exception:
@@ -170,17 +172,38 @@ def note_fetches(fetcher: Any, ring: Ring, *, whole: bool) -> Reading:
 
 
 class _KeysOfOurs:
-    """Notes samples of a dataset of ours, which takes the keys of a batch at once, and goes through them."""
+    """Notes samples of a dataset of ours, which takes the keys of a batch at once, and goes through them.
+
+    Where several threads read, none is the one: those that are being read are noted together.
+    """
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
+        self._under_way: dict[int, Any] = {}  # what each thread reads
+        self._several = False
 
     def __call__(self, keys: Any) -> Iterator[Any]:
-        ring = self._ring
+        ring, under_way, thread = self._ring, self._under_way, threading.get_ident()
         for key in keys:
-            ring.index(key)
+            under_way[thread] = key
+            self._several |= len(under_way) > 1
+            if self._several:
+                self._note_all()
+            else:
+                ring.index(key)
             yield key
+        del under_way[thread]
         ring.numbers[_HAS_INDEX] = NO_INDEX
+        if self._several:
+            self._note_all()
+
+    def _note_all(self) -> None:
+        self._ring.numbers[_HAS_INDEX] = NO_INDEX
+        self._ring.write("indices", json.dumps(sorted(_shown(list(self._under_way.values())), key=str)))
+
+    def here(self) -> Any:
+        """What this thread reads; None: nothing."""
+        return self._under_way.get(threading.get_ident())
 
 
 def note_samples_of_ours(ring: Ring | None) -> None:

@@ -26,7 +26,7 @@ from lightning_gpuopt.recorder.stacks import StackWriter, start_ticks
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
 from lightning_gpuopt.telemetry.resources import private_and_anonymous
 from lightning_gpuopt.timeline.frames import innermost_frames
-from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.timeline.worker_clock import TimedCollate, untimed
 from lightning_gpuopt.timeline.worker_numbers import worker_number
 from lightning_gpuopt.utils.replaced_method import hide_us
 
@@ -153,7 +153,7 @@ class Beat(threading.Thread):
 
     def collates(self, collate_fn: Any) -> None:
         """What makes batches of samples may grow as well; to be said before the first beat."""
-        self._owners["collate_fn"] = collate_fn.collate_fn if isinstance(collate_fn, TimedCollate) else collate_fn
+        self._owners["collate_fn"] = untimed(collate_fn)
 
     def run(self) -> None:
         wait = threading.Event().wait

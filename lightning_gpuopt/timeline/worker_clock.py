@@ -287,6 +287,13 @@ class TimedCollate:
         return twin
 
 
+def untimed(collate_fn: Any) -> Any:
+    """The ``collate_fn`` that was wrapped."""
+    while isinstance(collate_fn, TimedCollate):
+        collate_fn = collate_fn.collate_fn
+    return collate_fn
+
+
 def clock_of(collate_fn: Any, number: int) -> TimedCollate | None:
     """The clock of a thread, by its number over all processes, that reads samples of many batches, or None."""
     if not isinstance(collate_fn, TimedCollate):

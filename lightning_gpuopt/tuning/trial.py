@@ -125,6 +125,7 @@ def _start(
             **sampling,
             **more,
         )
+        twin.is_trial = True
         try:
             return iter(twin)
         except (pickle.PicklingError, AttributeError, TypeError) as error:

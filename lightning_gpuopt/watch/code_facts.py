@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
 
-from lightning_gpuopt.compat.lightning import Trainer
+from lightning_gpuopt.compat.lightning import Trainer, train_loaders
 from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.loaders.registry import SeenLoader
@@ -91,6 +91,7 @@ class CodeWatch:
     """Notes the training loaders of a ``fit`` with the places where they were made, and the windows before a change."""
 
     def __init__(self, trainer: Trainer, tried: Callable[[], list[Change]]) -> None:
+        self._trainer = trainer
         self.changes: list[Change] = []
         self.notes: list[str] = []
         self._training: list[Made] = []
@@ -106,7 +107,7 @@ class CodeWatch:
         if seen.inner is not None:
             made = _made_of(seen.inner)
             if seen.is_training:
-                self._training += [made] if made not in self._training else []  # each epoch's, if it is made anew
+                self._training.append(made)
             else:  # another loader, whichever dataset it has
                 self._others.append(replace(made, dataset=-1))
 
@@ -125,6 +126,7 @@ class CodeWatch:
 
     def facts(self) -> RunCode:
         """What is known now."""
+        training = tuple(self._training[-max(1, len(train_loaders(self._trainer))) :])  # of those made anew, the last
         notes = [(made, dataset) for _, dataset, made in _notes("LOADERS") if made["calls"]]
         loaders = [_with_dataset(made, of) for made, of in notes if not made["calls"][0]["file"].startswith(_OURS)]
         files = _source_files([*loaders, *self._training, *([self._made] if self._made is not None else [])])
@@ -140,7 +142,7 @@ class CodeWatch:
             variables=tuple(sorted(os.environ)),
             paths=tuple(os.path.abspath(each) for each in sys.path),
             loaders=(*loaders, *self._others),
-            training=tuple(self._training),
+            training=training,
             trainer=self._made,
             windows_s=tuple(self._windows_s),
         )

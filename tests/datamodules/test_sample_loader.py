@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler, WeightedRandomSampler
 
-from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, SampleLoader, StallDetector
+from lightning_gpuopt import AutoFix, CudaPrefetcher, NumWorkersFinder, SampleLoader, StallDetector, find_num_workers
 from lightning_gpuopt.compat.torch_internals import default_collate_fn_map
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from tests.datamodules.training import EPOCHS, MOMENTS, SAMPLES, Notes, Numbers, SaveAndEnd, Steps, by_epoch, run_loader
@@ -44,6 +44,16 @@ def _leaves_nothing() -> Iterator[None]:
 
 def is_by_sample(loader: SampleLoader) -> bool:
     return type(iter(loader)) is EngineIterator
+
+
+def noting(original: Any, made: list[Any]) -> Any:
+    """A constructor that notes what it makes."""
+
+    def init(self: Any, *given: Any) -> None:
+        made.append(self)
+        original(self, *given)
+
+    return init
 
 
 class TestBatches:
@@ -103,6 +113,16 @@ class TestBatches:
         assert f"SampleLoader: DataLoader workers load whole batches here: {why}" in caplog.text.replace(
             "it is not known in advance ", ""
         )
+
+    def test_a_search_tries_its_own_processes_and_says_nothing(
+        self, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        made: list[Any] = []
+        monkeypatch.setattr(EngineIterator, "__init__", noting(EngineIterator.__init__, made))
+        with caplog.at_level("INFO"):
+            find_num_workers(SampleLoader(Records(), 4, num_workers=1), max_num_workers=1, step_time_s=0.01)
+        assert made
+        assert "workers load whole batches" not in caplog.text
 
     def test_they_go_on_with_what_your_sampler_has_begun(self) -> None:
         class Odd(Records):
@@ -316,6 +336,19 @@ class TestResume:
         assert same(list(loader), whole[3:])
         loader.load_state_dict(loader.state_dict())
         assert same(list(loader), whole)
+
+    def test_an_epoch_that_cannot_begin_has_had_no_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        loader = SampleLoader(Records(), 8, num_workers=0)
+        next(iter(loader))
+        assert loader.state_dict()["batches"] == 1
+
+        def refuse(loader: Any) -> Any:
+            raise OSError("no process")
+
+        monkeypatch.setattr(SampleLoader, "_get_iterator", refuse)
+        with pytest.raises(OSError, match="no process"):
+            iter(loader)
+        assert loader.state_dict()["batches"] == 0
 
     def test_other_data_than_the_states_is_told(self) -> None:
         state = SampleLoader(Records(), 8, num_workers=0).state_dict()

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 from torch.utils.data import Dataset, default_collate
 
-from lightning_gpuopt.datamodules import resumable
+from lightning_gpuopt import SampleLoader
+from lightning_gpuopt.datamodules import resumable, sample_loader
 from lightning_gpuopt.datamodules.lmdb import LMDBDataModule
 from lightning_gpuopt.storage.writer import LMDBWriter
 from lightning_gpuopt.telemetry import resources
@@ -116,6 +117,27 @@ def test_the_warning_comes_once_and_says_what_helps(images: Path) -> None:
         "fit after `docker run --shm-size=741m` (or --ipc=host); a smaller batch_size or prefetch_factor lets more "
         "fit, and num_workers=<number> is used unchanged"
     ]
+
+
+class Batches:
+    """A user's own, of whose size nothing is known."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2, 3]] * 5)
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_of_batches_of_the_users_own_a_list_shows_how_large_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sample_loader, "usable_cpus", lambda: 64.0)
+    with said() as lines:
+        loader = SampleLoader(Reads(tmp_path / "reads"), batch_sampler=[[0, 1, 2, 3]] * 5)
+        assert SampleLoader(Reads(tmp_path / "reads"), batch_sampler=Batches()).num_workers == 64
+    assert loader.num_workers == 6  # 3.8 MiB: 51.2 MiB hold 13.4 of them
+    assert [line.partition(":")[0] for line in lines] == ["SampleLoader"]
 
 
 def test_what_is_advised_is_enough(images: Path, machine: Any) -> None:

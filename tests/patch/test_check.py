@@ -24,16 +24,22 @@ def test_sources_are_copied_data_is_linked_and_results_of_the_first_run_are_left
     written(tree / "pack" / "last.pt", "weights", BEGAN + 5)
     written(tree / "data" / "a" / "1.jpg", "image", BEGAN - 5)
     written(tree / "models" / "a" / "final.pt", "weights", BEGAN + 5)
+    written(tree / "mixed" / "b" / "x.pt", "data", BEGAN - 5)
+    written(tree / "mixed" / "b" / "cache.txt", "new", BEGAN + 5)
     written(tree / ".git" / "HEAD", "ref", BEGAN - 5)
     for folder in (tree / "data", tree / "models", tree / "pack", tree):
         os.utime(folder, (BEGAN - 10, BEGAN - 10))
     _copy(tree, copy, {tree / "pack" / "train.py"}, BEGAN)
     assert sorted(str(each.relative_to(copy)) for each in copy.rglob("*") if "data/" not in str(each)) == [
         "data",
+        "mixed",
+        "mixed/b",
+        "mixed/b/x.pt",
         "pack",
         "pack/settings.json",
         "pack/train.py",
     ]
     assert (copy / "data").is_symlink()
+    assert (copy / "mixed" / "b" / "x.pt").is_symlink()
     (copy / "pack" / "train.py").write_text("patched")
     assert (tree / "pack" / "train.py").read_text() == "source"

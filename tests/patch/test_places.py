@@ -337,7 +337,9 @@ def test_what_changes_results_is_shown_and_not_applied(tmp_path):
     code = trainer_of(code_of(tmp_path, {"train.py": TRAINER}))
     hint = Hint("precision", "", 'Trainer(precision="bf16-mixed")')
     found = patched(code, record(hints=[hint]))
-    assert (found.text, found.files) == (b"", {})
+    assert found.files == {}
+    assert found.text.startswith(b"# lightning-gpuopt patch: nothing to apply\n")
+    assert all(line.startswith(b"#") for line in found.text.splitlines())
     assert found.lines == ["changes results: precision='bf16-mixed' at train.py:4 (cause precision)"]
     both = patched(code, record(changes=[kept("num_workers", 4)], hints=[hint]))
     assert b"\n# +t = Trainer(max_epochs=1, precision='bf16-mixed')\n" in both.text
@@ -348,6 +350,7 @@ LOADER = f"{HEAD}from lightning.pytorch import Trainer\na = DataLoader(x)\n"
 PARALLEL = Hint("data_parallel", "", 'Trainer(devices=2, strategy="ddp")')
 LAST = Hint("channels_last", "", "model.to(memory_format=torch.channels_last)")
 ACCELERATOR = Hint("accelerator", "", 'Trainer(accelerator="auto")')
+LOSS = "s.log('loss', x, batch_size=4, sync_dist=True)"
 REDUCED = Finding("logging", 0.3, {"metric": "loss, acc", "sync_ms_per_step": 3.0}, "")
 
 
@@ -372,9 +375,10 @@ REDUCED = Finding("logging", 0.3, {"metric": "loss, acc", "sync_ms_per_step": 3.
         (ACCELERATOR, "t = Trainer(accelerator='cpu')", "t = Trainer(accelerator='auto')"),
         (
             REDUCED,
-            "t = Trainer()\ns.log('loss', x, sync_dist=True)\ns.log('acc', x, on_step=True, sync_dist=True)",
-            "t = Trainer()\ns.log('loss', x, sync_dist=True, on_step=False, on_epoch=True)\n"
-            "s.log('acc', x, on_step=False, sync_dist=True, on_epoch=True)",
+            "t = Trainer()\ns.log('loss', x, batch_size=4, sync_dist=True)\n"
+            "s.log('acc', x, on_step=True, on_epoch=True, sync_dist=True)",
+            "t = Trainer()\ns.log('loss', x, batch_size=4, sync_dist=True, on_step=False, on_epoch=True)\n"
+            "s.log('acc', x, on_step=False, on_epoch=True, sync_dist=True)",
         ),
     ],
 )  # fmt: skip
@@ -401,6 +405,12 @@ def test_a_remedy_of_several_expressions_is_shown_and_not_applied(tmp_path, advi
         (REDUCED, "t = Trainer()\ns.log('loss', x, sync_dist=many)\n", "train.py:5 does not say sync_dist=True"),
         (REDUCED, "t = Trainer()\ns.log('loss', x, False, True, True, sync_dist=True)\n", "train.py:5 does not say"),
         (REDUCED, "t = Trainer()\ns.log(f'{a}/loss', x, sync_dist=True)\n", "expected one call of log('loss'...)"),
+        (REDUCED, "t = Trainer()\ns.log('loss', x, sync_dist=True)\n", "train.py:5 does not say batch_size="),
+        (REDUCED, f"t = Trainer()\n{LOSS}\nm['loss']\n", "train.py:6 may read 'loss'"),
+        (REDUCED, f"t = Trainer()\n{LOSS}\ns.log_dict(m)\n", "train.py:6 may read 'loss'"),
+        (PARALLEL, "m = DataParallel(M())\nm.load_state_dict(x)\nt = Trainer()", "train.py:5 may read the module"),
+        (PARALLEL, "from torch.nn import DataParallel as DP\nm = DataParallel(M())\nt = Trainer()", "another name"),
+        (LAST, "def f(channels_last):\n    pass\nt = Trainer()\nt.fit(m)", "another channels_last"),
         (ACCELERATOR, "t = Trainer(accelerator=kind)", "`kind` at train.py:4 is not assigned in that file"),
     ],
 )  # fmt: skip
@@ -415,7 +425,18 @@ def test_a_remedy_whose_expressions_are_not_all_known_is_refused(tmp_path, advic
 def test_persistent_workers_change_the_order_of_later_epochs(tmp_path):
     code = code_of(tmp_path, {"train.py": HEAD + "a = DataLoader(x)\n"})
     found = patched(code, record(changes=[kept("persistent_workers")]))
-    assert (found.text, [each.changes for each in found.remedies]) == (b"", ["order"])
+    assert (found.files, [each.changes for each in found.remedies]) == ({}, ["order"])
+
+
+def test_what_autofix_had_to_give_up_is_not_proposed_and_what_was_measured_with_it_is_shown(tmp_path):
+    code = code_of(tmp_path, {"train.py": HEAD + "a = DataLoader(x)\n"})
+    less = Change("num_workers", 4, 2, kept=True, why="memory ran out")
+    assert patched(code, record(changes=[kept("num_workers", 4), less])).lines == []
+    assert patched(code, record(changes=[less])).lines == []
+    together = Change("persistent_workers", False, True, kept=True, why="measured together with num_workers")
+    found = patched(code, record(changes=[kept("num_workers", 4), together]))
+    assert [each.changes for each in found.remedies] == ["nothing", "order"]
+    assert found.lines[1].endswith("persistent_workers False → True at train.py:2 (measured together with num_workers)")
 
 
 def test_a_prefetcher_is_added_to_the_trainers_callbacks(tmp_path):
@@ -443,6 +464,9 @@ def test_what_is_set_already_is_not_edited(tmp_path):
     logs = Finding("logging", 0.3, {}, "")
     [line] = patched(code, record(findings=[logs])).lines
     assert line == "no edit: log_every_n_steps=50: it is 50 already"
+    often = replace(code, trainer=replace(code.trainer, values={**code.trainer.values, "log_every_n_steps": 1}))
+    [remedy] = patched(often, record(findings=[logs])).remedies
+    assert remedy.changes == "results"
 
 
 def test_a_number_is_logged_as_a_tensor(tmp_path):

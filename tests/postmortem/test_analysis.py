@@ -136,6 +136,13 @@ def test_a_batch_that_was_asked_for_at_once_in_words():
     assert (found.index, found.text.splitlines()[1]) == (None, f"It read a batch of samples, 4 to 2, at {AT_READ}.")
 
 
+def test_the_batch_that_raised_counts_and_not_what_its_worker_has_read_since():
+    words = "Caught OSError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\nOSError: full"
+    read = worker(1, index=None, indices=(111, 112), events=[raised("OSError", "full", at=-1, indices=[90, 95])])
+    found = judged(rank(ended="exception", events=[raised("OSError", words)]), read, end=command(1))
+    assert "read a batch of samples, 90 to 95" in found.text
+
+
 def test_an_exception_in_words():
     words = "Caught OSError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):\nOSError: full"
     found = judged(rank(ended="exception", events=[raised("OSError", words)]), worker(1), end=command(1))

@@ -24,7 +24,7 @@ from lightning_gpuopt.loading.sampler import (
     most_samples,
 )
 from lightning_gpuopt.loading.samples import EpochSamples
-from lightning_gpuopt.timeline.worker_clock import TimedCollate
+from lightning_gpuopt.timeline.worker_clock import untimed
 
 _UNKNOWN: Final = -1
 
@@ -34,9 +34,7 @@ _FEW: Final = 1 / 32
 
 def why_not_served(loader: Any) -> str | None:
     """Why a loader's samples cannot be put into rows in shared memory, as far as is known before one is read."""
-    collate_fn = loader.collate_fn
-    while isinstance(collate_fn, TimedCollate):
-        collate_fn = collate_fn.collate_fn
+    collate_fn = untimed(loader.collate_fn)
     if collate_fn is as_it_is:
         is_known = getattr(loader.dataset, "gathers_batches", False)
     else:

@@ -219,10 +219,10 @@ class LoaderPool:
             self._lose_unread(self.given)
 
     def reader_of(self, sequence: int) -> int | None:
-        """Who has been reading for a batch for longest: the thread's number among those of all processes."""
+        """The process that has been reading for a batch for longest."""
         readers = self._control.readers
         here = np.flatnonzero(readers[:, 0] == sequence + 1)
-        return int(here[int(readers[here, 3].argmin())]) if here.size else None
+        return int(here[int(readers[here, 3].argmin())]) // self.threads if here.size else None
 
     def sent(self, sequence: int, states: bytes) -> tuple[dict[int, Any], Any]:
         """What was sent of a finished batch's samples, by row, and what reading one of them raised (None: nothing)."""
