@@ -1,9 +1,9 @@
 """Train ten public projects plain and under ``watch`` at once, then once under ``watch --fix``, and compare.
 
-    python -m evaluation.projects [--only NAME ...] [--rounds N] [--output FILE]
+    python -m evaluation.projects [--only NAME ...] [--rounds N] [--keep-fix] [--output FILE]
 
 It runs in an environment of ``requirements.txt`` or ``requirements-images.txt``, beside this file, with this
-package, and takes the projects that are installed there; the rows of the others remain in the file of results. Each
+package, compiled as pip compiles it, and takes the projects that are installed there; the rows of the others remain in the file of results. Each
 training is a process of its own in a new folder. Batches, losses, weights and the state of random numbers are compared
 exactly, the plain runs with each other, too. The two of a round run at once and share one CPU, so that whatever else
 the machine does meets both: their CPU times are compared. Training under ``--fix`` has all CPUs, and is twice as long:
@@ -91,14 +91,19 @@ def pairs(name: str, rounds: int, cpu: int) -> tuple[list[dict[str, Any]], list[
     return plain, watched
 
 
-def row_of(
-    name: str,
-    plain: list[dict[str, Any]],
-    watched: list[dict[str, Any]],
-    longer: dict[str, Any],
-    fixed: dict[str, Any],
-) -> dict[str, Any]:
-    """What is kept of a project's trainings; ``fixed`` is the one under ``watch --fix``, ``longer`` that without."""
+def fixed_of(name: str) -> dict[str, Any]:
+    """What is kept of a training under ``watch --fix``, and whether one without had the same batches and losses."""
+    longer, fixed = train(name, times=2), train(name, "watch", "--fix", "--patch", times=2)
+    return {
+        **{key: fixed[key] for key in ("exit_code", "steps", "step_ms", "printed", "patch")},
+        "verdict": fixed["report"]["verdict"],
+        "changes": fixed["report"].get("changes", []),
+        **{f"same_{key}": all(map(eq, fixed[key], longer[key])) for key in ("batches", "losses")},
+    }
+
+
+def row_of(name: str, plain: list[dict[str, Any]], watched: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is kept of a project's trainings as they are, and under ``watch``."""
     first, report, steps = plain[0], watched[-1]["report"], plain[0]["steps"]
     complaints = {line for each in watched for line in each["complaints"]}
     return {
@@ -125,12 +130,6 @@ def row_of(
         "verdicts": [each["report"]["verdict"] for each in watched],
         "findings": report.get("findings", []),
         "printed": watched[-1]["printed"],
-        "fixed": {
-            **{key: fixed[key] for key in ("exit_code", "steps", "step_ms", "printed", "patch")},
-            "verdict": fixed["report"]["verdict"],
-            "changes": fixed["report"].get("changes", []),
-            **{f"same_{key}": all(map(eq, fixed[key], longer[key])) for key in ("batches", "losses")},
-        },
     }
 
 
@@ -201,12 +200,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=installed)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu", type=int, default=0, help="the one CPU on which plain and watched trainings run")
+    parser.add_argument("--keep-fix", action="store_true", help="keep what the file has of trainings under --fix")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     rows = json.loads(options.output.read_text())["projects"] if options.output.exists() else {}
     for name in options.only:
         plain, watched = pairs(name, options.rounds, options.cpu)
-        row = row_of(name, plain, watched, train(name, times=2), train(name, "watch", "--fix", "--patch", times=2))
+        fixed = rows[name]["fixed"] if options.keep_fix else fixed_of(name)
+        row = row_of(name, plain, watched) | {"fixed": fixed}
         rows = dict(sorted((rows | {name: row}).items()))
         options.output.write_text(json.dumps(results(rows), indent=1) + "\n")
         print("\n".join(table({name: row})), flush=True)
