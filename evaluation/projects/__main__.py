@@ -3,11 +3,12 @@
     python -m evaluation.projects [--only NAME ...] [--rounds N] [--keep-fix] [--output FILE]
 
 It runs in an environment of ``requirements.txt`` or ``requirements-images.txt``, beside this file, with this
-package, compiled as pip compiles it, and takes the projects that are installed there; the rows of the others remain in the file of results. Each
-training is a process of its own in a new folder. Batches, losses, weights and the state of random numbers are compared
-exactly, the plain runs with each other, too. The two of a round run at once and share one CPU, so that whatever else
-the machine does meets both: their CPU times are compared. Training under ``--fix`` has all CPUs, and is twice as long:
-it is compared with a plain one of that length, and the patch that it gives is checked. Torch has one thread in each.
+package, and takes the projects that are installed there; the rows of the others remain in the file of results. Each
+training is a process of its own in a new folder, with modules that are compiled already. Batches, losses, weights and
+the state of random numbers are compared exactly, the plain runs with each other, too. The two of a round run at once
+and share one CPU, so that whatever else the machine does meets both: their CPU times are compared. Training under
+``--fix`` has all CPUs, and is twice as long: it is compared with a plain one of that length, and the patch that it
+gives is checked. Torch has one thread in each.
 The exit code is 1 if ``watch`` changed anything.
 """
 
