@@ -145,7 +145,7 @@ def _shapes_in(batch: Any, depth: int = _MAX_DEPTH) -> Iterator[tuple[int, ...]]
 
 def _data_parallel(module: nn.Module) -> tuple[str, int] | None:
     for each in module.modules():
-        if type(each) is nn.DataParallel and len(each.device_ids) > 1:
+        if isinstance(each, nn.DataParallel) and len(each.device_ids) > 1:
             return type(each.module).__name__, len(each.device_ids)
     return None
 

@@ -349,8 +349,13 @@ def _without_data_parallel(sources: Sources) -> Edit:
         states = [node for node in each.nodes if last_name(node) in ("load_state_dict", "load_from_checkpoint")]
         if inner := [*each.member_reads("module"), *states]:
             raise Refusal(f"{each.at(inner[0])} may read the module inside of DataParallel, or its weights")
-        if any(isinstance(node, ast.alias) and node.name == "DataParallel" and node.asname for node in each.nodes):
-            raise Refusal(f"{each.name} has DataParallel under another name")
+        for alias in (node for node in each.nodes if isinstance(node, ast.alias)):
+            module = getattr(each.parents[alias], "module", None) or alias.name
+            of_torch = module == "torch" or module.startswith("torch.nn")
+            if alias.name == "DataParallel" and (alias.asname or not of_torch):
+                raise Refusal(f"{each.at(alias)} has another DataParallel than torch's, or under another name")
+            if (alias.asname or alias.name) == "nn" and not of_torch:
+                raise Refusal(f"{each.at(alias)} has another nn than torch's")
     return Edit(file.name, Range.of(call), ast.get_source_segment(file.text, call.args[0]) or "")
 
 

@@ -410,6 +410,8 @@ def test_a_remedy_of_several_expressions_is_shown_and_not_applied(tmp_path, advi
         (REDUCED, f"t = Trainer()\n{LOSS}\ns.log_dict(m)\n", "train.py:6 may read 'loss'"),
         (PARALLEL, "m = DataParallel(M())\nm.load_state_dict(x)\nt = Trainer()", "train.py:5 may read the module"),
         (PARALLEL, "from torch.nn import DataParallel as DP\nm = DataParallel(M())\nt = Trainer()", "another name"),
+        (PARALLEL, "from geometry.nn import DataParallel\nm = DataParallel(M())\nt = Trainer()", "another name"),
+        (PARALLEL, "import geometry.nn as nn\nm = nn.DataParallel(M())\nt = Trainer()", "another nn than torch's"),
         (LAST, "def f(channels_last):\n    pass\nt = Trainer()\nt.fit(m)", "another channels_last"),
         (ACCELERATOR, "t = Trainer(accelerator=kind)", "`kind` at train.py:4 is not assigned in that file"),
     ],
