@@ -34,6 +34,7 @@ def numbers(match: re.Match[str]) -> dict[str, Any]:
 def gain_of(name: str, folder: Path) -> dict[str, Any]:
     """What a script's patch states, and what the check of it has found."""
     script = SCRIPTS[name]
+    folder.mkdir()
     write_script(script, folder / "tree")
     place = {"cwd": folder / "tree", "env": {**os.environ, **script.environment, **SLOW, "OUT": str(folder / "out")}}
     watch = [*COMMAND, "watch", "--fix", "--patch", "--report-dir", str(folder / "report"), "--"]
@@ -68,8 +69,8 @@ def main() -> int:
     outcomes = [each["outcome"] for each in rows.values()]
     counts = {each: outcomes.count(each) for each in dict.fromkeys(outcomes)}
     print(f"{len(rows)} scripts: {counts}")
-    if not sys.argv[1:]:
-        RESULTS.write_text(json.dumps({"scripts": len(rows), "outcomes": counts, "rows": rows}, indent=1) + "\n")
+    found = {"scripts": len(rows), "of": len(patched), "outcomes": counts, "rows": rows}
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
     return int("no gain" in counts)
 
 
