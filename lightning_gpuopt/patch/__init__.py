@@ -1,1 +1,1 @@
-"""What ``patch`` does: where a setting is written, the edit, the diff, and the run that checks it."""
+"""What ``patch`` does: where files and cells of notebooks set something, the edit, the diff, the run that checks it."""

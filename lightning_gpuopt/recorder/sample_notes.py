@@ -111,8 +111,8 @@ class Reading:
     def failed(self, error: BaseException) -> None:
         try:
             self.show()
-            here = getattr(sample_keys.noted, "here", lambda: None)()
-            index = self._ring.noted_index() if here is None else _plain(here)
+            own = sample_keys.noted.failed() if isinstance(sample_keys.noted, _KeysOfOurs) else None
+            index = self._ring.noted_index() if own is None else _plain(own)
             keys = {} if index is not None or self.keys is None else {"indices": _shown(self.keys)}
             self._ring.log("exception", **described(error), index=index, **keys)
         except Exception:
@@ -180,30 +180,30 @@ class _KeysOfOurs:
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._under_way: dict[int, Any] = {}  # what each thread reads
-        self._several = False
+        self._are_listed = False
 
     def __call__(self, keys: Any) -> Iterator[Any]:
-        ring, under_way, thread = self._ring, self._under_way, threading.get_ident()
+        thread = threading.get_ident()
         for key in keys:
-            under_way[thread] = key
-            self._several |= len(under_way) > 1
-            if self._several:
-                self._note_all()
-            else:
-                ring.index(key)
+            self._under_way[thread] = key
+            self._note()
             yield key
-        del under_way[thread]
-        ring.numbers[_HAS_INDEX] = NO_INDEX
-        if self._several:
-            self._note_all()
+        self._under_way.pop(thread, None)  # there were no keys, or a dataset of ours was inside of another
+        self._note()
 
-    def _note_all(self) -> None:
+    def _note(self) -> None:
+        keys = list(self._under_way.values())
+        if len(keys) == 1:
+            self._ring.index(keys[0])
+            return
         self._ring.numbers[_HAS_INDEX] = NO_INDEX
-        self._ring.write("indices", json.dumps(sorted(_shown(list(self._under_way.values())), key=str)))
+        if keys or self._are_listed:
+            self._ring.write("indices", json.dumps(sorted(_shown(keys), key=str)))
+            self._are_listed = bool(keys)
 
-    def here(self) -> Any:
-        """What this thread reads; None: nothing."""
-        return self._under_way.get(threading.get_ident())
+    def failed(self) -> Any:
+        """What this thread was reading when it failed; None: nothing."""
+        return self._under_way.pop(threading.get_ident(), None)
 
 
 def note_samples_of_ours(ring: Ring | None) -> None:

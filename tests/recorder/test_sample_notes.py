@@ -43,6 +43,21 @@ def test_of_several_threads_all_that_is_read_is_noted_and_an_exception_has_its_o
     assert json.loads(ring.read("indices")) == []
 
 
+def test_an_empty_batch_and_a_dataset_of_ours_inside_of_another_are_read_as_they_are(ring: Ring) -> None:
+    assert list(sample_keys.each_of([])) == []
+    assert [list(sample_keys.each_of([key, key + 1])) for key in sample_keys.each_of([3, 7])] == [[3, 4], [7, 8]]
+    assert ring.noted_index() is None
+
+
+def test_a_thread_that_has_failed_reads_nothing_any_more(ring: Ring) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(
+            lambda: [next(iter(sample_keys.each_of([9]))), Reading(ring, whole=True).failed(OSError())]
+        ).result()
+    each = iter(sample_keys.each_of([4]))
+    assert (next(each), ring.noted_index()) == (4, 4)
+
+
 def test_while_several_threads_read_none_is_the_one(ring: Ring) -> None:
     first, second = sample_keys.each_of([5]), sample_keys.each_of([3])
     assert next(iter(first)) == 5
