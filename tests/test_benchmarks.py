@@ -521,7 +521,7 @@ def test_sample_parallel_runs_in_a_tiny_form(tmp_path: Path) -> None:
     assert {name: [each["case"] for each in cases] for name, cases in found["rows"].items()} == {
         "tail": ["asleep, 10 times, batches of 4", "busy, 10 times, batches of 4"],
         "large": ["1 MiB"],
-        "taking": ["1 MiB"],
+        "taking": ["1 MiB", "1 MiB, and freeing the one before"],
         "images": ["JPEGs"],
         "never_slower": ["table", "texts", "detection"],
         "fix": ["asleep, 50 times, batches of 8", "8 MiB"],
