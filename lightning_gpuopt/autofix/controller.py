@@ -299,7 +299,7 @@ class AutoFixController:
         self._conclude(trial, why=why)
         for setting in trial.entries:
             self._restore(setting, self._before_change.pop(setting))
-        self._history.before.clear()  # a loader needs some batches to be as it was before the change
+        self._history.forget(trial)
 
     def _conclude(self, trial: ChangeTrial, *, kept: bool = False, why: str = "") -> None:
         """Record how a trial has ended; a change that never took effect is neither kept nor refuted."""

@@ -13,6 +13,7 @@ from lightning_gpuopt.diagnosis.predict import speedup_of_persistent_workers
 from lightning_gpuopt.measurements.loader_costs import Interval
 
 _MANY_EPOCHS: Final = 100  # epochs to come where no end is set
+_OF_SET_UPS: Final = {"num_workers", "persistent_workers", "sample_parallel"}  # what an epoch's set-up depends on
 
 
 @dataclass(frozen=True)
@@ -55,14 +56,20 @@ class TrialHistory:
     def __init__(self) -> None:
         self.before: deque[float] = deque(maxlen=MAX_WINDOWS)
         self.set_ups: list[float] = []
-        self._setup_s = 0.0
+        self._setup_s, self._epochs = 0.0, 0
 
     def note_set_ups(self, setup_s: float, epochs: int) -> None:
         """Take in the set-ups since the last window, by the seconds of all so far and the epochs that have begun."""
-        begun = epochs - len(self.set_ups)
+        begun, self._epochs = epochs - self._epochs, epochs
         if begun > 0:
             self.set_ups += [max(setup_s - self._setup_s, 0.0) / begun] * begun
         self._setup_s = setup_s
+
+    def forget(self, trial: ChangeTrial) -> None:
+        """A change is taken back: what was seen with it says nothing of the loader as it is now."""
+        self.before.clear()  # it needs some batches to be as it was, too
+        if not _OF_SET_UPS.isdisjoint(trial.entries):
+            del self.set_ups[trial.set_ups_before :]
 
     def verdict(self, trial: ChangeTrial) -> bool | None:
         """Whether a change has a proven gain; None: more windows may decide."""

@@ -45,6 +45,16 @@ class TestSetUps:
             noted.note_set_ups(seconds, epochs)
         assert noted.set_ups == set_ups
 
+    def test_those_with_a_change_that_was_taken_back_say_nothing_of_a_second_trial(self) -> None:
+        noted = history(1.0)
+        for seconds, epochs in [(3.0, 1), (4.0, 2), (9.0, 3), (15.0, 4)]:
+            noted.note_set_ups(seconds, epochs)
+        noted.forget(trial("prefetch_factor", set_ups_before=2))
+        assert noted.set_ups == [3.0, 1.0, 5.0, 6.0]
+        noted.forget(trial("num_workers", set_ups_before=2))
+        noted.note_set_ups(16.5, 5)
+        assert (list(noted.before), noted.set_ups) == ([], [3.0, 1.0, 1.5])
+
 
 class TestWindows:
     def test_the_last_eight_before_are_kept(self) -> None:

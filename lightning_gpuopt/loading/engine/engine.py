@@ -32,7 +32,9 @@ log = logging.getLogger(__name__)
 Batches: TypeAlias = "queue.SimpleQueue[tuple[Any, Any]]"
 END: Final = StopIteration()
 
-_TICKET_NS: Final = 200_000  # a ticket is for so much work: what taking one costs is little against it
+# A ticket is for so much work: what taking and timing one costs is little against it, also where batches have just
+# emptied the CPU's caches.
+_TICKET_NS: Final = 1_000_000
 _ADDED: Final = 32  # processes that may be added while others run
 # batches that are made ahead take no more of the memory that is free: a node's ranks share it, and so do loaders
 _PART_OF_MEMORY: Final = 1 / 8
