@@ -250,7 +250,7 @@ class DALILoader(ResumableLoader):
             raise none_left(len(batch))
         if not gone and not rewritten:
             return batch
-        return batch.with_images(rewritten).without(gone)
+        return batch.changed(rewritten, gone)
 
 
 def _last_line(error: Exception) -> str:

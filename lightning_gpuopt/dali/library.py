@@ -27,13 +27,11 @@ class DALI:
     fn: Any
     types: Any
     pipeline_def: Any
-    version: str
 
 
 def load_dali() -> DALI:
     """DALI's modules; an ImportError says what to install."""
     try:
-        import nvidia.dali
         from nvidia.dali import fn, types
         from nvidia.dali.pipeline import pipeline_def
     except ImportError as error:
@@ -43,7 +41,7 @@ def load_dali() -> DALI:
             "or for CUDA 13 with\n"
             '    pip install "lightning-gpuopt[dali-cuda13]"'
         ) from error
-    return DALI(fn, types, pipeline_def, str(nvidia.dali.__version__))
+    return DALI(fn, types, pipeline_def)
 
 
 def held_in_forks(pipeline: Any) -> Any:
@@ -72,7 +70,3 @@ def _release() -> None:
 
 # Held from before the fork on: in the child the first to run is Python's own, and a collection may begin with that.
 os.register_at_fork(before=_hold, after_in_child=_keep, after_in_parent=_release)
-
-
-def is_pipeline_def(function: Any) -> bool:
-    return bool(getattr(function, "_is_pipeline_def", False))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from lightning_gpuopt.dali.library import DALI, held_in_forks, is_pipeline_def, load_dali
+from lightning_gpuopt.dali.library import DALI, held_in_forks, load_dali
 
 ENCODED, LABELS, AREAS = "encoded", "labels", "areas"  # names of a pipeline's inputs
 OUTPUTS = ("images", "labels")
@@ -94,7 +94,7 @@ def definition_of(name: str, given: Any) -> Definition | None:
     operators = getattr(given, "op_list", given)
     if isinstance(operators, (list, tuple)) and all(hasattr(each, "_invoke") for each in operators):
         return transforms(operators)
-    if is_pipeline_def(given) and _takes_two(given):
+    if getattr(given, "_is_pipeline_def", False) and _takes_two(given):
         return custom(given)
     raise TypeError(
         f"{name}: expected a function decorated with @pipeline_def that takes (encoded, labels) and returns (images, "

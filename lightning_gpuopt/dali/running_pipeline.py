@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-import os
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+import psutil
 import torch
 from torch.utils.dlpack import from_dlpack
 
@@ -15,7 +15,6 @@ from lightning_gpuopt.dali.pipelines import AREAS, ENCODED, LABELS, OUTPUTS, Pip
 from lightning_gpuopt.dali.source import EncodedBatch
 
 _KEPT: Final = 2  # batches whose bytes are kept after they came out: a GPU may still copy them then
-_TICKS: Final = os.sysconf("SC_CLK_TCK")
 
 
 class RunningPipeline:
@@ -39,7 +38,7 @@ class RunningPipeline:
         self._pipeline: Any = None
         self._flight: deque[EncodedBatch] = deque()
         self._done: deque[EncodedBatch] = deque(maxlen=_KEPT)
-        self._threads: list[str] = []
+        self._threads: set[int] = set()
         self._cpu_s_before = 0.0
         self.state: str | None = None
         """The state of the random operators after the last batch that came out."""
@@ -54,11 +53,11 @@ class RunningPipeline:
         if self._pipeline is not None and not state:
             return
         self.close()
-        before = _threads()
+        before = _cpu_s_of_threads()
         self._pipeline, self.state = self._build(None if not state else base64.b64decode(state)), state
         # What it reads is not copied: it has to live as long as the pipeline, which a fork may keep beyond close().
         self._pipeline._gpuopt_reads = self._flight, self._done
-        self._threads = sorted(set(_threads()) - set(before))
+        self._threads = _cpu_s_of_threads().keys() - before.keys()
 
     def submit(self, batch: EncodedBatch) -> None:
         """Put a batch in. Its bytes are not copied."""
@@ -125,26 +124,19 @@ class RunningPipeline:
 
     def close(self) -> None:
         self._cpu_s_before = self.cpu_s()
-        self._threads = []
+        self._threads = set()
         self._pipeline = None
         self._flight, self._done = deque(), deque(maxlen=_KEPT)
 
     def cpu_s(self) -> float:
         """CPU seconds of the threads that decode and transform, so far."""
-        return self._cpu_s_before + sum(_cpu_s_of(thread) for thread in self._threads)
+        now_s = _cpu_s_of_threads() if self._threads else {}
+        return self._cpu_s_before + sum(now_s.get(thread, 0.0) for thread in self._threads)
 
 
-def _threads() -> list[str]:
+def _cpu_s_of_threads() -> dict[int, float]:
+    """CPU seconds of each thread of this process; empty if that cannot be read."""
     try:
-        return os.listdir("/proc/self/task")
-    except OSError:
-        return []
-
-
-def _cpu_s_of(thread: str) -> float:
-    try:
-        with open(f"/proc/self/task/{thread}/stat", "rb") as stream:
-            fields = stream.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / _TICKS  # utime and stime, proc(5)
+        return {each.id: each.user_time + each.system_time for each in psutil.Process().threads()}
+    except (OSError, psutil.Error):
+        return {}

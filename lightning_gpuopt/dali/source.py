@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from lightning_gpuopt.dali.encoded_images import Bytes, EncodedImages, Labels
-from lightning_gpuopt.images.crop import RATIO, SCALE, draw_area, keyed_generator, resized_center
+from lightning_gpuopt.images.crop import draw_area, keyed_generator, resized_center
 from lightning_gpuopt.images.errors import CorruptSampleError, is_bad_image, reason_of
 from lightning_gpuopt.images.other_decoder import as_ppm, for_other_decoder
 from lightning_gpuopt.loading.order import mix
@@ -28,6 +28,7 @@ PPM: Final = b"P6"  # how the files begin that PIL has decoded: no others of tha
 MAX_THREADS: Final = 16
 """A network file system answers that many at a time. From memory one thread is faster: several would only hand the
 interpreter's lock to one another, at four times the CPU time."""
+_AHEAD: Final = 2  # batches whose files are being read beyond the one that is asked for
 # reading that takes so many times its CPU time, and so many seconds a file, mostly waits for storage
 _BLOCKED: Final = 3.0
 _LATENCY_S: Final = 0.0005
@@ -41,63 +42,44 @@ class EncodedBatch:
     indices: tuple[int, ...]  # of the samples
     images: list[Bytes]  # their files' bytes, B arrays uint8 [N]
     labels: Labels  # int64 [B]
-    areas: np.ndarray[Any, Any] | None  # float32 [B, 4 or 5], see `RandomAreas`; None: the pipeline decides
+    # float32 [B, 4 or 5], see `center_area` and `random_area`; None: the pipeline decides
+    areas: np.ndarray[Any, Any] | None
 
     def __len__(self) -> int:
         return len(self.indices)
 
-    def without(self, positions: Iterable[int]) -> EncodedBatch:
-        gone = set(positions)
+    def changed(self, images: dict[int, Bytes], gone: Collection[int]) -> EncodedBatch:
+        """The batch with other bytes for some of its samples, and without others, by position."""
         kept = [at for at in range(len(self)) if at not in gone]
         return EncodedBatch(
             tuple(self.indices[at] for at in kept),
-            [self.images[at] for at in kept],
+            [images.get(at, self.images[at]) for at in kept],
             self.labels[kept],
             None if self.areas is None else self.areas[kept],
         )
 
-    def with_images(self, other: dict[int, Bytes]) -> EncodedBatch:
-        """The batch with other bytes for some of its samples, by position."""
-        return replace(self, images=[other.get(at, image) for at, image in enumerate(self.images)])
+
+# what is cut out of an upright image, by its height and width in pixels; 64 bits decide what is random
+Area = Callable[[int, int, int], Sequence[float]]
 
 
-class Areas(Protocol):
-    """Says what is cut out of an image: float32."""
+def random_area(height: int, width: int, key: int) -> Sequence[float]:
+    """A random-resized crop: top, left, height, width as shares of the image's, and 1 if it is mirrored.
 
-    def area(self, height: int, width: int, key: int) -> Sequence[float]:
-        """The area of an upright image in pixels; 64 bits decide what is random."""
-
-
-@dataclass(frozen=True)
-class RandomAreas:
-    """Random-resized crops: top, left, height, width as shares of the image's, and 1 if it is mirrored.
-
-    float32 ``[5]``, the same as `RandomCrops` draws for the same key. Shares lie within an image also if its header
-    is misread.
+    The same as `RandomCrops` draws for the same key. Shares lie within an image also if its header is misread.
     """
-
-    scale: tuple[float, float] = SCALE  # smallest and largest share of the image's area
-    ratio: tuple[float, float] = RATIO  # smallest and largest width over height
-    flip: bool = True  # mirror one in two
-
-    def area(self, height: int, width: int, key: int) -> Sequence[float]:
-        drawn = draw_area(height, width, keyed_generator(key), self.scale, self.ratio, self.flip)
-        return drawn.top / height, drawn.left / width, drawn.height / height, drawn.width / width, drawn.mirrored
+    drawn = draw_area(height, width, keyed_generator(key), flip=True)
+    return drawn.top / height, drawn.left / width, drawn.height / height, drawn.width / width, drawn.mirrored
 
 
-@dataclass(frozen=True)
-class CenterAreas:
-    """The middle of an image whose shorter side is resized: top, left, bottom, right of it as shares of the image.
+def center_area(short: int, size: int, height: int, width: int, key: int) -> Sequence[float]:
+    """The square of `size` in the middle of an image whose shorter side is resized to `short` pixels.
 
-    float32 ``[4]``. Resizing this part of the image is the same as resizing the image and cutting out the middle.
+    Top, left, bottom, right of it as shares of the image. Resizing this part of the image is the same as resizing the
+    image and cutting out the middle.
     """
-
-    resize: int  # shorter side in pixels
-    size: int  # side of the square in pixels
-
-    def area(self, height: int, width: int, key: int) -> Sequence[float]:
-        high, wide, top, left = resized_center(height, width, self.resize, self.size)
-        return top / high, left / wide, (top + self.size) / high, (left + self.size) / wide
+    high, wide, top, left = resized_center(height, width, short, size)
+    return top / high, left / wide, (top + size) / high, (left + size) / wide
 
 
 @dataclass(frozen=True)
@@ -109,14 +91,7 @@ class ReadTimes:
     wait_s: float = 0.0  # in which the training process waited for a batch's files
 
 
-@dataclass
-class _PendingRead:
-    indices: BatchIndices
-    parts: list[Future[_BatchPart]]
-
-
-@dataclass
-class _BatchPart:
+class _BatchPart(NamedTuple):
     samples: list[tuple[Bytes, Sequence[float] | None] | None]
     wall_s: float
     cpu_s: float
@@ -125,25 +100,22 @@ class _BatchPart:
 class BatchSource:
     """Reads batches ahead, in threads.
 
-    Without ``areas`` the pipeline decides what is cut out; without ``skipped`` unreadable samples are errors. ``ahead``
-    are batches whose files are being read beyond the one that is asked for.
+    Without ``area`` the pipeline decides what is cut out; without ``skipped`` unreadable samples are errors.
     """
 
     def __init__(
         self,
         images: EncodedImages,
-        areas: Areas | None,
+        area: Area | None,
         *,
         seed: int = 0,
         skipped: SkippedSamples | None = None,
-        ahead: int = 2,
     ) -> None:
         keep_heap()
         self.images = images
-        self.areas = areas
+        self.area = area
         self.seed = seed
         self.skipped = skipped
-        self.ahead = ahead
         self._left_out: set[int] = set()
         self._by_pil: set[int] = set()
         self._pools: dict[int, ThreadPoolExecutor] = {}
@@ -153,17 +125,17 @@ class BatchSource:
 
     def batches(self, plan: Iterable[BatchIndices]) -> Generator[EncodedBatch, None, None]:
         """The batches of these samples, in order; CorruptSampleError for one, or with skipping for a whole batch."""
-        reading: deque[_PendingRead] = deque()
+        reading: deque[tuple[BatchIndices, list[Future[_BatchPart]]]] = deque()
         try:
             for indices in plan:
-                reading.append(self._begin(indices))
-                if len(reading) > self.ahead:
-                    yield self._finish(reading.popleft())
+                reading.append((indices, self._begin(indices)))
+                if len(reading) > _AHEAD:
+                    yield self._finish(*reading.popleft())
             while reading:
-                yield self._finish(reading.popleft())
+                yield self._finish(*reading.popleft())
         finally:
-            for each in reading:
-                for part in each.parts:
+            for _, parts in reading:
+                for part in parts:
                     part.cancel()
 
     def leave_out(self, index: int, error: Exception) -> None:
@@ -185,7 +157,7 @@ class BatchSource:
         for pool in pools:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _begin(self, indices: BatchIndices) -> _PendingRead:
+    def _begin(self, indices: BatchIndices) -> list[Future[_BatchPart]]:
         self.images.read_ahead(indices)
         threads = MAX_THREADS if self._slow else 1
         if threads not in self._pools:
@@ -193,8 +165,7 @@ class BatchSource:
         pool = self._pools[threads]
         parts = min(threads, len(indices))
         bounds = [len(indices) * part // parts for part in range(parts + 1)]
-        futures = [pool.submit(self._read, indices, start, stop) for start, stop in pairwise(bounds)]
-        return _PendingRead(indices, futures)
+        return [pool.submit(self._read, indices, start, stop) for start, stop in pairwise(bounds)]
 
     def _read(self, indices: BatchIndices, start: int, stop: int) -> _BatchPart:
         began, cpu_began = time.perf_counter(), time.thread_time()
@@ -208,9 +179,9 @@ class BatchSource:
             return None
         try:
             image, height, width = self._file(index)
-            if self.areas is None:
+            if self.area is None:
                 return image, None
-            return image, self.areas.area(height, width, mix(self.seed, indices.epoch, indices.first + at))
+            return image, self.area(height, width, mix(self.seed, indices.epoch, indices.first + at))
         except CorruptSampleError as error:
             self.leave_out(index, error)
             return None
@@ -236,9 +207,9 @@ class BatchSource:
     def decode_by_pil(self, index: int) -> None:
         self._by_pil.add(index)
 
-    def _finish(self, reading: _PendingRead) -> EncodedBatch:
+    def _finish(self, indices: BatchIndices, reading: list[Future[_BatchPart]]) -> EncodedBatch:
         began = time.perf_counter()
-        parts = [part.result() for part in reading.parts]
+        parts = [part.result() for part in reading]
         waited_s = time.perf_counter() - began
         wall_s, cpu_s = sum(part.wall_s for part in parts), sum(part.cpu_s for part in parts)
         before = self.times
@@ -247,13 +218,12 @@ class BatchSource:
         blocked = wall_s > max(_BLOCKED * cpu_s, _LATENCY_S * len(samples))
         # Threads that queue for a CPU look blocked, too; but then it is not the files that are waited for.
         self._slow = blocked and (self._slow or waited_s > _WAITED * wall_s)
-        here = [at for at, sample in enumerate(samples) if sample is not None]
-        indices = tuple(reading.indices[at] for at in here)
-        if not here:
+        found = [(index, *sample) for index, sample in zip(indices, samples, strict=True) if sample is not None]
+        if not found:
             raise none_left(len(samples))
-        found = [sample for sample in samples if sample is not None]
-        areas = None if self.areas is None else np.array([area for _, area in found], np.float32)
-        return EncodedBatch(indices, [image for image, _ in found], self.images.labels[list(indices)], areas)
+        here, images, areas = zip(*found, strict=True)
+        drawn = None if self.area is None else np.array(areas, np.float32)
+        return EncodedBatch(here, list(images), self.images.labels[list(here)], drawn)
 
 
 def none_left(size: int) -> CorruptSampleError:

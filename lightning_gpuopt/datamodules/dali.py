@@ -18,7 +18,7 @@ from lightning_gpuopt.dali.dali_loader import DALILoader
 from lightning_gpuopt.dali.encoded_images import EncodedImages, FileList
 from lightning_gpuopt.dali.library import load_dali
 from lightning_gpuopt.dali.running_pipeline import RunningPipeline
-from lightning_gpuopt.dali.source import Areas, BatchSource, CenterAreas, RandomAreas
+from lightning_gpuopt.dali.source import Area, BatchSource, center_area, random_area
 from lightning_gpuopt.datamodules.resumable import Data, ResumableDataModule, is_path
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.file_checks import bad_images
@@ -204,16 +204,16 @@ class DALIDataModule(ResumableDataModule):
         train = name == "train"
         argument = "train_pipeline" if train else "eval_pipeline"
         given = pipelines.definition_of(argument, getattr(self, argument))
-        areas: Areas | None = None
+        area: Area | None = None
         if given is None:
-            areas = RandomAreas() if train else CenterAreas(self.resize_size, self.crop_size)
+            area = random_area if train else partial(center_area, self.resize_size, self.crop_size)
         define = given or (pipelines.random_crops if train else pipelines.center_crops)
         settings = self._settings(sampler, argument)
         source = BatchSource(
-            images, areas, seed=self.seed, skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None
+            images, area, seed=self.seed, skipped=self._skipped_samples(name) if self.on_corrupt == "skip" else None
         )
         keeps_state = given is not None and train and sampler.num_replicas == 1
-        make = partial(_build, define, settings, areas is not None, keeps_state)
+        make = partial(_build, define, settings, area is not None, keeps_state)
         device = torch.device("cpu") if settings.device_id is None else torch.device("cuda", settings.device_id)
         loader = DALILoader(
             source,

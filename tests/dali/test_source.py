@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_gpuopt.dali.encoded_images import EncodedImages, FileList
-from lightning_gpuopt.dali.source import BatchSource, CenterAreas, RandomAreas
+from lightning_gpuopt.dali.source import BatchSource, center_area, random_area
 from lightning_gpuopt.images.crop import RandomCrops
 from lightning_gpuopt.images.errors import CorruptSampleError
 from lightning_gpuopt.loading.order import mix
@@ -27,7 +27,7 @@ def images(tmp_path: Path) -> EncodedImages:
 
 @pytest.fixture
 def source(images: EncodedImages) -> Iterator[BatchSource]:
-    made = BatchSource(images, RandomAreas(), seed=3)
+    made = BatchSource(images, random_area, seed=3)
     yield made
     made.close()
 
@@ -78,7 +78,7 @@ def test_areas_are_those_of_the_fast_decoder(source: BatchSource) -> None:
     ],
 )
 def test_the_middle_in_shares_of_the_image(height: int, width: int, area: tuple[float, ...]) -> None:
-    found = CenterAreas(256, 224).area(height, width, 0)
+    found = center_area(256, 224, height, width, 0)
     assert np.multiply(found, (height, width, height, width)).tolist() == pytest.approx(area)
 
 
@@ -110,7 +110,7 @@ def test_files_are_read_while_a_batch_is_used(images: EncodedImages) -> None:
             begun[index].set()
             return super().read(index)
 
-    source = BatchSource(Watched(FileList(images._dataset.path)), None, ahead=2)
+    source = BatchSource(Watched(FileList(images._dataset.path)), None)
     batches = source.batches(plan([0], [1], [2], [3]))
     next(batches)
     assert begun[1].wait(60)
@@ -141,7 +141,7 @@ def test_what_reading_took_is_counted(source: BatchSource) -> None:
 class TestEncodedBatch:
     def test_without_some(self, source: BatchSource) -> None:
         (batch,) = source.batches(plan([3, 1, 7]))
-        rest = batch.without([1])
+        rest = batch.changed({}, [1])
         assert rest.indices == (3, 7)
         assert rest.labels.tolist() == [3, 7]
         assert [image.tobytes() for image in rest.images] == [batch.images[at].tobytes() for at in (0, 2)]
@@ -152,7 +152,7 @@ class TestEncodedBatch:
     def test_with_other_images(self, source: BatchSource) -> None:
         (batch,) = source.batches(plan([3, 1]))
         other = np.zeros(3, np.uint8)
-        assert [image.tobytes() for image in batch.with_images({1: other}).images] == [
+        assert [image.tobytes() for image in batch.changed({1: other}, ()).images] == [
             batch.images[0].tobytes(),
             other.tobytes(),
         ]
