@@ -6,14 +6,22 @@ import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from lightning_gpuopt.measurements.flight import OUTSIDE_OF_FIT, FlightRecord
 from lightning_gpuopt.postmortem.advice import advice_of, likely_of
 from lightning_gpuopt.postmortem.events import checked
-from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, HangDescription, describe_hang, hang_of
+from lightning_gpuopt.postmortem.hangs import UNEVEN_ADVICE, Hang, describe_hang, hang_of
 from lightning_gpuopt.postmortem.memory_before import Memory, in_words, memory_of, oom_kills
-from lightning_gpuopt.postmortem.process_end import ECHO, CommandEnd, Death, ProcessEnd, errors_of, exception_in
+from lightning_gpuopt.postmortem.process_end import (
+    ECHO,
+    CommandEnd,
+    Death,
+    ProcessEnd,
+    errors_of,
+    exception_in,
+    type_of,
+)
 from lightning_gpuopt.postmortem.rank_deaths import deaths_of
 from lightning_gpuopt.postmortem.record import Ended, PostMortem, Process
 from lightning_gpuopt.postmortem.stacks import c_frames
@@ -102,7 +110,7 @@ def _last_run(records: Sequence[FlightRecord]) -> list[FlightRecord]:
 
 def _leads_to(rank: FlightRecord, outside: FlightRecord) -> bool:
     """Whether an exception outside of ``fit`` may come of what ended a rank: of its own process, or forked by it."""
-    kinds = {str(each.get("type", "")).rpartition(".")[2] for each in outside.events}
+    kinds = {type_of(each) for each in outside.events}
     return (rank.host, rank.pid) == (outside.host, outside.pid) or bool(kinds & _OF_FORKED)
 
 
@@ -123,7 +131,7 @@ def _left_at(record: FlightRecord) -> str:
 def _how(death: Death, records: Sequence[FlightRecord], command: CommandEnd | None) -> tuple[Ended, int | None]:
     """How a process ended, and by which signal, as far as that is known."""
     if death.error is not None:
-        kind = str(death.error.get("type", "")).rpartition(".")[2]
+        kind = type_of(death.error)
         if kind == "SystemExit" and str(death.error.get("message", "")).strip() in ("", "0", "None"):
             return "ok", None
         return _BY_EXCEPTION.get(kind, ("exception", None))
@@ -157,14 +165,14 @@ def _of_death(deaths: Sequence[Death], records: Sequence[FlightRecord], command:
         lines.append(f"Before, fit had ended by {kind}, and the script went on")
     late = _late(first, deaths, records) if waited and uneven is None else None
     if late is not None:
-        process, where, index = Process(late.rank, None, late.pid), late.place or None, None
+        process, where, index = Process.of(late), late.place or None, None
         joined = f"{_capital(name_of(process, several))} had not joined the collective"
         lines = [joined + (f": it was at {where}" if where else ""), *lines]
         likely = "the others waited in a collective for a rank that came too late"
         advice = "check the line above; the strategy's timeout= sets how long the others wait."
     elif uneven is not None:
         early = uneven.early[0]
-        process, where, index = Process(early.rank, None, early.pid), early.place or None, None
+        process, where, index = Process.of(early), early.place or None, None
         lines = [f"{_capital(uneven.text)}; {_echo(first, deaths, uneven, several)}"]
         likely, advice = "the others waited in a collective for a rank that had left its epoch", UNEVEN_ADVICE
     elif at := _at(where, index, first):
@@ -298,16 +306,12 @@ def _of_hang(
         lines.append(f"Then it was ended from outside: {ended}.")
     elif command is not None:
         lines.append(f"Then it ended with code {command.code}.")
-    post = PostMortem(
-        *("hang", found.process, found.where, found.index, number),
-        *(_memory_of(found, records, at_s), found.likely, found.advice),
-    )
-    return _told(post, lines)
+    return _told(replace(_with_memory(found, records, at_s), signal=number), lines)
 
 
-def _memory_of(found: HangDescription, records: Sequence[FlightRecord], at_s: float) -> dict[str, Any]:
+def _with_memory(found: PostMortem, records: Sequence[FlightRecord], at_s: float) -> PostMortem:
     stuck = next((each for each in records if found.process is not None and each.pid == found.process.pid), None)
-    return memory_of(stuck, records, at_s).figures
+    return replace(found, memory=memory_of(stuck, records, at_s).figures)
 
 
 def _of_running(
@@ -326,8 +330,7 @@ def _of_running(
     lines += [_capital(line) for line in found.text.splitlines()]
     likely = f"if it hangs, {found.likely}" if quiet is not None and found.likely else ""
     advice = found.advice if likely else ""
-    memory = _memory_of(found, records, now_s)
-    post = PostMortem("unknown", found.process, found.where, found.index, None, memory, likely, advice)
+    post = replace(_with_memory(found, records, now_s), ended="unknown", likely=likely, advice=advice)
     return _told(post, lines)
 
 

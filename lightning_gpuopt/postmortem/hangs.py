@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.flight import SAVES, STARTS, VALIDATES, WAITS, FlightRecord
-from lightning_gpuopt.postmortem.record import Process
+from lightning_gpuopt.postmortem.record import PostMortem, Process
 from lightning_gpuopt.postmortem.stacks import (
     Frame,
     collective_of,
@@ -34,16 +34,6 @@ class Hang:
     since_s: float  # Unix time when it last did, or began what is open
     quiet_s: float  # seconds since then
     limit_s: float  # seconds that count as a hang
-
-
-@dataclass(frozen=True)
-class HangDescription:
-    text: str  # what each rank and the worker in turn does, a line each
-    process: Process | None = None  # the one that is held to be stuck
-    where: str | None = None  # the line that it is at; None: not known
-    index: int | str | None = None  # the sample that it reads; None: not known
-    likely: str = ""  # what is inferred
-    advice: str = ""  # what to change
 
 
 def hang_of(
@@ -93,14 +83,15 @@ class _Rank:
         return self.record.turn is not None or fetches(self.frames)
 
 
-def describe_hang(
-    records: Sequence[FlightRecord], stacks: Mapping[int, str], waits: Mapping[int, str]
-) -> HangDescription:
-    """Who holds a run up, by stacks of ``faulthandler`` and ``wchan`` (empty: not readable), both by process id."""
+def describe_hang(records: Sequence[FlightRecord], stacks: Mapping[int, str], waits: Mapping[int, str]) -> PostMortem:
+    """Who holds a run up, by stacks of ``faulthandler`` and ``wchan`` (empty: not readable), both by process id.
+
+    ``text`` is what each rank and the worker in turn does, a line each; memory is not looked at.
+    """
     several = max((each.world_size for each in records), default=1) > 1
     ranks = [_rank(record, stacks, several) for record in records if record.worker is None]
     if not ranks:
-        return HangDescription("")
+        return PostMortem("hang")
     uneven = uneven_of([each.record for each in ranks])
     stuck = _stuck(ranks, uneven)
     worker = _worker_of(stuck, records, stacks) if stuck.waits_for_batch and uneven is None else None
@@ -108,25 +99,24 @@ def describe_hang(
         worker = None  # a sampler of the user's does not come back: nobody has asked the worker
     lines = _lines(ranks, uneven, several)
     if worker is None:
-        process = Process(stuck.record.rank, None, stuck.record.pid)
+        record, where, index, read = stuck.record, stuck.where, stuck.record.index, None
         likely, advice = _why_rank(stuck, ranks, uneven)
-        lines += _at(process, stuck.record, stuck.where, None, waits, several)
-        return HangDescription("\n".join(lines), process, stuck.where, stuck.record.index, likely, advice)
-    process = Process(worker.rank, worker.worker, worker.pid)
-    frames = reading_thread(stacks.get(worker.pid, ""))
-    frame = own_frame(frames)
-    where = (
-        frame.at(worker.place, worker.reads) if frame and frame.own else worker.place or (frame.at() if frame else "")
-    ) or None
-    likely, advice = _why_worker(worker, frames, waits.get(worker.pid, ""))
-    index = worker.index
-    if (error := _error_of(worker)) is not None:
-        where, index = str(error.get("where") or "") or where, error.get("index", index)
-        kind = error.get("type") or "an exception"
-        likely = f"the worker raised {kind}, which could not be sent on: its class cannot be pickled"
-        advice = "check the line above; define the exception's class in a module, so that it can be pickled."
-    lines += _at(process, worker, where, index, waits, several)
-    return HangDescription("\n".join(lines), process, where, index, likely, advice)
+    else:
+        record, index = worker, worker.index
+        frames = reading_thread(stacks.get(worker.pid, ""))
+        frame = own_frame(frames)
+        at = frame.at(worker.place, worker.reads) if frame and frame.own else worker.place
+        where = at or (frame.at() if frame else None)
+        likely, advice = _why_worker(worker, frames, waits.get(worker.pid, ""))
+        if (error := _error_of(worker)) is not None:
+            where, index = str(error.get("where") or "") or where, error.get("index", index)
+            kind = error.get("type") or "an exception"
+            likely = f"the worker raised {kind}, which could not be sent on: its class cannot be pickled"
+            advice = "check the line above; define the exception's class in a module, so that it can be pickled."
+        read = index
+    lines += _at(record, where, read, waits, several)
+    text = "\n".join(lines)
+    return PostMortem("hang", Process.of(record), where, index, likely=likely, advice=advice, text=text)
 
 
 def _error_of(worker: FlightRecord) -> Mapping[str, Any] | None:
@@ -233,12 +223,7 @@ def _singular(doing: str) -> str:
 
 
 def _at(
-    process: Process,
-    record: FlightRecord,
-    where: str | None,
-    index: int | str | None,
-    waits: Mapping[int, str],
-    several: bool,
+    record: FlightRecord, where: str | None, index: int | str | None, waits: Mapping[int, str], several: bool
 ) -> list[str]:
     """The line about the process that is held to be stuck."""
     parts = []
@@ -251,8 +236,8 @@ def _at(
     wait = waits.get(record.pid, "").strip("0\n ")
     if wait:
         parts.append(f"in the kernel it waits in {wait}")
-    turn = "it was the turn of " if process.worker is not None else ""
-    return [f"{turn}{name_of(process, 2 if several else 1)}" + (f": {', '.join(parts)}" if parts else "")]
+    turn = "it was the turn of " if record.worker is not None else ""
+    return [f"{turn}{name_of(Process.of(record), 2 if several else 1)}" + (f": {', '.join(parts)}" if parts else "")]
 
 
 def _why_rank(stuck: _Rank, ranks: Sequence[_Rank], uneven: Uneven | None) -> tuple[str, str]:

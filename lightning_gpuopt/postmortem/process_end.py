@@ -89,7 +89,7 @@ def exception_in(record: FlightRecord, rank: FlightRecord, error: Mapping[str, A
     frames = error.get("frames")
     innermost = str(frames[-1]) if isinstance(frames, (list, tuple)) and frames else ""
     return Death(
-        process=Process(record.rank, record.worker, record.pid),
+        process=Process.of(record),
         rank=rank,
         record=record,
         at_s=time_of(error) or record.written_s,

@@ -120,16 +120,9 @@ def _after_it_was_caught(rank: FlightRecord, error: Mapping[str, Any], command: 
     exits = rank.caught is True and command.code > 1  # 1 is also what those exit with who log an exception and end
     if after_s <= (_TEARDOWN_S if from_outside else SOON_S) and not exits:
         return None
-    return Death(
-        process=Process(rank.rank, None, rank.pid),
-        rank=rank,
-        record=rank,
-        at_s=command.at_s,
-        kind=ECHO if by_signal in TO_ALL else PLAIN,
-        signal=by_signal,
-        code=command.code if by_signal is None else None,
-        caught=error,
-    )
+    kind = ECHO if by_signal in TO_ALL else PLAIN
+    code = command.code if by_signal is None else None
+    return Death(Process.of(rank), rank, rank, command.at_s, kind, by_signal, code, caught=error)
 
 
 def _to_all(death: Death, rank: FlightRecord, command: CommandEnd | None) -> Death | None:
@@ -144,16 +137,7 @@ def _to_all(death: Death, rank: FlightRecord, command: CommandEnd | None) -> Dea
     sent |= {int(number) for name, number in raised.items() if name in errors}
     if death.signal not in sent:
         return None
-    return Death(
-        process=Process(rank.rank, None, rank.pid),
-        rank=rank,
-        record=rank,
-        at_s=death.at_s,
-        kind=ECHO,
-        signal=death.signal,
-        where=place_of(rank),
-        index=rank.index,
-    )
+    return _of_itself(rank, death.at_s, ECHO, death.signal)
 
 
 def _vanished(
@@ -172,9 +156,12 @@ def _vanished(
             return None
         known = code is not None or (end is not None and number != signal.SIGKILL)
         kind = ECHO if number in TO_ALL else PLAIN if known else SILENT
-    process = Process(rank.rank, None, rank.pid)
-    at_s = rank.written_s if end is None else end.at_s
-    return Death(process, rank, rank, at_s, kind, number, code, None, place_of(rank), rank.index)
+    return _of_itself(rank, rank.written_s if end is None else end.at_s, kind, number, code)
+
+
+def _of_itself(rank: FlightRecord, at_s: float, kind: int, by_signal: int | None, code: int | None = None) -> Death:
+    where = place_of(rank)
+    return Death(Process.of(rank), rank, rank, at_s, kind, by_signal, code, where=where, index=rank.index)
 
 
 def _split(code: int) -> tuple[int | None, int | None]:

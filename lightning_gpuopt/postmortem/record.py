@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
+from lightning_gpuopt.measurements.flight import FlightRecord
 from lightning_gpuopt.utils.whole_file import write_whole
 
 FILE: Final = "post-mortem.json"  # its name in a report's folder
@@ -34,6 +35,10 @@ class Process:
     rank: int  # global; of a worker, of the training process that it works for
     worker: int | None = None  # a worker's number; -1: not known, None: a training process
     pid: int | None = None  # None: not known
+
+    @classmethod
+    def of(cls, record: FlightRecord) -> Process:
+        return cls(record.rank, record.worker, record.pid)
 
 
 @dataclass(frozen=True)
