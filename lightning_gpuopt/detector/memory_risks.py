@@ -70,14 +70,14 @@ class MemoryRisks:
     def _inputs(self) -> RiskInputs:
         memory, facts = self._recorder.memory, self._loader.facts
         of_training = [each for each in list(memory.workers.items()) if each[1][0].startswith("train")]
-        rank = tuple(memory.rank.readings)
+        rank = tuple(memory.rank.items)
         sizes = self._sizes()
         grown = bool(sizes) and sizes[-1] - min(sizes) >= _GROWN
         grows = self._growing.why(sizes[-1]) if grown and self._growing is not None else ""
         memory.note_leak(grows)
         return RiskInputs(
             workers=tuple(
-                WorkerMemory(worker, tuple(series.readings), *self._recorder.leak_of(slot))
+                WorkerMemory(worker, tuple(series.items), *self._recorder.leak_of(slot))
                 for slot, (_, worker, _, series) in of_training
             ),
             rank=rank,
@@ -91,7 +91,7 @@ class MemoryRisks:
         )
 
     def _sizes(self) -> list[int]:
-        return [each.rss for each in tuple(self._recorder.memory.rank.readings) if each.rss is not None]
+        return [each.rss for each in tuple(self._recorder.memory.rank.items) if each.rss is not None]
 
     def _in_flight(self, prefetch_factor: int | None) -> BatchesInFlight | None:
         for reading in self._loader.readings().values():

@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -19,8 +18,9 @@ from lightning_gpuopt.measurements.flight import OF_A_WORKER, MemoryReading
 from lightning_gpuopt.recorder.board import Board
 from lightning_gpuopt.recorder.ring import AT
 from lightning_gpuopt.telemetry.memory import MemoryFiles, ProcessTimes
+from lightning_gpuopt.timeline.windows import BoundedSeries
 
-_KEPT: Final = 600  # readings kept of each process; beyond it every second one goes, and they are taken half as often
+_KEPT: Final = 600  # readings kept of each process; beyond it every second one goes
 _LESS_SHM: Final = 8 << 20
 _MORE_FILES: Final = 32
 _MANY_FILES: Final = 4096  # to count more of them takes a millisecond: that is left to the readings
@@ -48,44 +48,24 @@ def out_of_ring(word: str) -> tuple[PrivateMemory, PrivateMemory] | None:
         return None
 
 
-class Series:
-    """Readings of one process, evenly spread over all of its life."""
-
-    def __init__(self) -> None:
-        self.readings: deque[MemoryReading] = deque()
-        self._every = 1
-        self._count = 0
-
-    def add(self, reading: MemoryReading) -> None:
-        """Add one; it may be left out where there are many."""
-        self._count += 1
-        if self._count % self._every:
-            return
-        self.readings.append(reading)
-        if len(self.readings) >= _KEPT:
-            self.readings = deque(list(self.readings)[::2])
-            self._every *= 2
+def new_series() -> BoundedSeries[MemoryReading]:
+    """For readings of one process, evenly spread over all of its life."""
+    return BoundedSeries(_KEPT, lambda reading, next_one: reading)
 
 
 class MemoryLog:
     """Reads memory, shared memory and descriptors; ``workers`` by ring: loader, number in it, process id, readings."""
 
-    def __init__(
-        self,
-        board: Board,
-        device: torch.device,
-        files: MemoryFiles | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, board: Board, device: torch.device, clock: Callable[[], float] = time.monotonic) -> None:
         self._board = board
         self._device = device
-        self._files = files or MemoryFiles()
+        self._files = MemoryFiles()
         self._clock = clock
         self._newest: dict[int, PrivateMemory] = {}
         self._least_free, self._most_files = math.inf, 0
         self._offset_s = time.time() - clock()
-        self.rank = Series()
-        self.workers: dict[int, tuple[str, int, int, Series]] = {}
+        self.rank = new_series()
+        self.workers: dict[int, tuple[str, int, int, BoundedSeries[MemoryReading]]] = {}
 
     def read(self, workers: Mapping[int, tuple[int, str, int]]) -> None:
         """Take a reading of all; ``workers`` by ring: process id, loader and number in it."""
@@ -101,7 +81,7 @@ class MemoryLog:
                 continue
             if slot not in self.workers or self.workers[slot][2] != pid:
                 self._newest.pop(slot, None)
-                self.workers[slot] = (loader, worker, pid, Series())
+                self.workers[slot] = (loader, worker, pid, new_series())
             reading = self._worker(now_s, slot, pid, process)
             self.workers[slot][3].add(reading)
             rows.append([slot, *(getattr(reading, name) for name in OF_A_WORKER)])
@@ -122,7 +102,7 @@ class MemoryLog:
 
     def _own(self, now_s: float) -> MemoryReading:
         files = self._files
-        process, group = files.process("self"), files.cgroup()
+        process = files.process("self")
         shm_free, shm_size = files.shared()
         opened, allowed = files.descriptors()
         return MemoryReading(
@@ -130,16 +110,13 @@ class MemoryLog:
             rss=process.rss if process is not None else None,
             faults=process.faults if process is not None else None,
             samples=self._board.rank.numbers[AT["steps"]],
-            limit=group.limit,
-            current=group.current,
-            cache=group.cache,
-            peak=group.peak,
             oom_kills=files.oom_kills(),
             available=files.available(),
             shm_free=shm_free,
             shm_size=shm_size,
             files=opened,
             files_limit=allowed,
+            **asdict(files.cgroup()),
             **self._gpu(),
         )
 

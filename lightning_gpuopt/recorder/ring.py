@@ -59,6 +59,11 @@ _WORDS: Final[dict[str, tuple[int, int]]] = {
     "leak": (3840, 256),
     "slots": (WORKER_HEADER_BYTES, HEADER_BYTES - WORKER_HEADER_BYTES),
 }
+# numbers and words that a record has under the same name
+_IN_RECORD: Final = (
+    *("pid", "start_ticks", "rank", "world_size", "steps", "epoch", "batch", "batches_read", "stack_signal"),
+    *("run", "host", "loader", "reads", "stacks", "leak"),
+)
 NOT_KNOWN, NOT_CAUGHT, CAUGHT = range(3)  # what became of the exception that ended ``fit``
 DOING: Final[tuple[Doing, ...]] = (STARTS, WAITS, READS, COLLATES, SETS_UP, TRAINS, VALIDATES, SAVES)
 ENDED: Final = ("", "ok", "exception")
@@ -201,7 +206,7 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         return None
     numbers = dict(zip(_NUMBERS, memoryview(data)[8 : 8 + 8 * len(_NUMBERS)].cast("q"), strict=True))
     words = {name: _word(data, name) for name in _words_before(header)}
-    indices = _indices(words["indices"])
+    known: dict[str, Any] = numbers | words
     slots, slot = _slots(words.get("slots", "")), numbers["slot"]
     is_worker = numbers["worker"] >= 0
     phase, place = slots.get(slot, ("", words["place"]))
@@ -216,14 +221,8 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         return numbers[name] / 1e9 + offset_s if numbers[name] else 0.0
 
     return FlightRecord(
-        run=words["run"],
-        host=words["host"],
-        pid=numbers["pid"],
-        start_ticks=numbers["start_ticks"],
-        rank=numbers["rank"],
-        world_size=numbers["world_size"],
+        **{name: known[name] for name in _IN_RECORD},
         worker=numbers["worker"] if is_worker else None,
-        loader=words["loader"],
         created_s=wall_s("created_ns"),
         written_s=wall_s("written_ns"),
         ended=_of(ENDED, numbers["ended"], ""),
@@ -231,24 +230,16 @@ def record_of(data: bytes, offset_s: float | None = None) -> FlightRecord | None
         doing=_of(DOING, numbers["doing"], STARTS if is_worker else SETS_UP),
         since_s=wall_s("since_ns"),
         place=place,
-        reads=words["reads"],
         phase=phase,
-        steps=numbers["steps"],
-        epoch=numbers["epoch"],
-        batch=numbers["batch"],
         batches=numbers["batches"] if numbers["batches"] >= 0 else None,
         progress_s=wall_s("progress_ns"),
         longest_s=numbers["longest_ns"] / 1e9,
         hang_s=numbers["hang_ns"] / 1e9 if numbers["hang_ns"] else None,
         index=indexed.get(numbers["has_index"]),
-        indices=indices,
-        batches_read=numbers["batches_read"],
+        indices=_indices(words["indices"]),
         fork=bool(numbers["fork"]),
         cpu_s=numbers["cpu_ns"] / 1e9 if numbers["cpu_ns"] else None,
         turn=numbers["turn"] - 1 if numbers["turn"] else None,
-        stack_signal=numbers["stack_signal"],
-        stacks=words["stacks"],
-        leak=words["leak"],
         events=tuple({**each, "t": each["t"] + offset_s} for each in _lines(data[header:], numbers["logged"])),
     )
 

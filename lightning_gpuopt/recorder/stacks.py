@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import io
 import os
 import signal
 import socket
@@ -37,7 +38,7 @@ _END: Final = "End of stacks\n"
 _MAX_FRAMES: Final = 100
 _QUIET_POLLS: Final = 4  # polls without growth after which stacks count as written
 _MAX_BYTES: Final = 4 << 20
-_FATAL: Final = b"Fatal Python error: "
+_FATAL: Final = "Fatal Python error: "
 
 
 class StackWriter:
@@ -209,37 +210,24 @@ def _read_from(path: str, at: int) -> str:
 
 
 def _ask_by_signal(record: FlightRecord) -> str:
-    try:
-        return _signalled(record)
-    except (OSError, AttributeError):  # it has gone, or this system has no pidfds
-        return ""
-
-
-def _signalled(record: FlightRecord) -> str:
     if not record.stack_signal or not is_alive(record):
         return ""
-    with contextlib.closing(_Pidfd(record.pid)) as process:
+    unless_gone = contextlib.suppress(OSError, AttributeError)  # also where the system has no pidfds
+    with unless_gone, io.FileIO(os.pidfd_open(record.pid)) as process:
         # after the descriptor is there, the process that it names cannot be another one any more
         handles = _caught(record.pid) >> (record.stack_signal - 1) & 1
         if not handles or not is_alive(record):
             return ""
         before = os.path.getsize(record.stacks)
-        signal.pidfd_send_signal(process.number, record.stack_signal)
+        signal.pidfd_send_signal(process.fileno(), record.stack_signal)
         size, quiet, end_s = before, 0, time.monotonic() + _ANSWER_S
         while quiet < _QUIET_POLLS and time.monotonic() < end_s:
             time.sleep(_POLL_S)
             now = os.path.getsize(record.stacks)
             quiet = quiet + 1 if now == size > before else 0
             size = now
-    return _read_from(record.stacks, before)
-
-
-class _Pidfd:
-    def __init__(self, pid: int) -> None:
-        self.number = os.pidfd_open(pid)
-
-    def close(self) -> None:
-        os.close(self.number)
+        return _read_from(record.stacks, before)
+    return ""
 
 
 def wait_of(pid: int) -> str:
@@ -252,9 +240,4 @@ def wait_of(pid: int) -> str:
 
 def crashes_in(path: str) -> list[str]:
     """What was written of fatal signals, by each process that one came to."""
-    try:
-        with open(path, "rb") as file:
-            text = file.read(_MAX_BYTES)
-    except OSError:
-        return []
-    return [(_FATAL + each).decode(errors="replace") for each in text.split(_FATAL)[1:]]
+    return [_FATAL + each for each in _read_from(path, 0).split(_FATAL)[1:]]

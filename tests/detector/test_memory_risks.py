@@ -20,7 +20,7 @@ from lightning_gpuopt.detector import memory_risks
 from lightning_gpuopt.detector.memory_risks import MemoryRisks
 from lightning_gpuopt.measurements.flight import MemoryReading
 from lightning_gpuopt.measurements.risks import RiskInputs
-from lightning_gpuopt.recorder.memory_series import Series
+from lightning_gpuopt.recorder.memory_series import new_series
 from tests.helpers import FEATURES, TinyModel, tiny_trainer
 
 MIB = 1 << 20
@@ -31,7 +31,7 @@ class Run:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.rank = Series()
+        self.rank = new_series()
         self.workers: dict[int, Any] = {}
         self.leaks: list[str] = []
         self.looks: list[RiskInputs] = []

@@ -54,7 +54,7 @@ def begin(board: Board, pid: int, word: str = "") -> int:
 
 
 def of_worker(log: MemoryLog, slot: int) -> list[tuple[int | None, int | None, int | None]]:
-    return [(each.samples, each.private, each.anonymous) for each in log.workers[slot][3].readings]
+    return [(each.samples, each.private, each.anonymous) for each in log.workers[slot][3].items]
 
 
 def test_a_workers_first_reading_counts_though_it_has_gone_on(board: Board) -> None:
@@ -62,7 +62,7 @@ def test_a_workers_first_reading_counts_though_it_has_gone_on(board: Board) -> N
     log = MemoryLog(board, torch.device("cpu"), clock=lambda: 50.0)
     log.read({slot: (9, "train", 0)})
     assert of_worker(log, slot) == [FIRST, LATER]
-    first: MemoryReading = log.workers[slot][3].readings[0]
+    first: MemoryReading = log.workers[slot][3].items[0]
     assert first.at_s == board.worker(slot).numbers[AT["created_ns"]] / 1e9 + log._offset_s
 
 
@@ -108,7 +108,7 @@ def test_a_worker_that_ends_and_has_no_memory_any_more_is_not_read(board: Board,
     log.read({slot: (9, "train", 0)})
     rss[9] = 0
     log.read({slot: (9, "train", 0)})
-    assert [each.rss for each in log.workers[slot][3].readings] == [400 * MIB]
+    assert [each.rss for each in log.workers[slot][3].items] == [400 * MIB]
 
 
 @pytest.mark.parametrize("word", ["", "[[0,1", "[[0,1,2],[3]]", "[1,2]", "{}"])
@@ -137,7 +137,7 @@ def test_open_files_of_workers_are_read(board: Board) -> None:
     slot = begin(board, os.getpid())
     log = MemoryLog(board, torch.device("cpu"))
     log.read({slot: (os.getpid(), "train", 0)})
-    own, of_worker = log.rank.readings[0], log.workers[slot][3].readings[0]
+    own, of_worker = log.rank.items[0], log.workers[slot][3].items[0]
     assert (of_worker.files, of_worker.files_limit) == (own.files, own.files_limit)
     assert records_of(board.file)[1].memory[0].files == own.files
 

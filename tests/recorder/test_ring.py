@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_gpuopt.recorder import ring_file, ring_reader
+from lightning_gpuopt.recorder import rank_files, ring_reader
 from lightning_gpuopt.recorder.board import Board
+from lightning_gpuopt.recorder.rank_files import RingFile
 from lightning_gpuopt.recorder.ring import (
     AT,
     HEADER_BYTES,
@@ -23,7 +24,6 @@ from lightning_gpuopt.recorder.ring import (
     record_of,
     slot_line,
 )
-from lightning_gpuopt.recorder.ring_file import RingFile
 from lightning_gpuopt.recorder.ring_reader import headers_in, records_in, records_of
 
 
@@ -328,10 +328,10 @@ def test_a_full_disk_is_tried_again_later(board, tmp_path, monkeypatch):
         written.append(now[0])
         raise OSError(28, "full")
 
-    monkeypatch.setattr(ring_file.os, "pwrite", full)
+    monkeypatch.setattr(rank_files.os, "pwrite", full)
     file.write()
     file.write()
-    monkeypatch.setattr(ring_file.os, "pwrite", real)
+    monkeypatch.setattr(rank_files.os, "pwrite", real)
     file.write()
     assert (written, records_in(tmp_path)) == ([0.0], [])
     now[0] = 10.0
