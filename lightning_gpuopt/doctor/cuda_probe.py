@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from statistics import median
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -90,12 +90,11 @@ def _link_while(copy: Callable[[], object], uuid: str) -> tuple[int | None, int 
 
 
 def main() -> None:
-    facts: dict[str, Any]
     try:
-        facts = asdict(probe())
+        facts = probe()
     except Exception as error:
-        facts = asdict(CudaFacts(failure=f"CUDA does not start: {(str(error) or repr(error)).splitlines()[0]}"))
-    print(json.dumps(facts))  # noqa: T201 - this is what it is for
+        facts = CudaFacts(failure=f"CUDA does not start: {(str(error) or repr(error)).splitlines()[0]}")
+    print(json.dumps(asdict(facts)))  # noqa: T201 - this is what it is for
 
 
 if __name__ == "__main__":

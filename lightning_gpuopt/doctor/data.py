@@ -10,10 +10,12 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from lightning_gpuopt.doctor.facts import DataFacts, ReadRates
 from lightning_gpuopt.images.cost import measure_images
@@ -68,37 +70,25 @@ def data_facts(path: str, clock: Callable[[], float] = time.perf_counter) -> Dat
         return replace(facts, failure=f"{type(error).__name__}: {error}")
 
 
-def file_system_of(path: str, mounts: Path = Path("/proc/self/mountinfo")) -> str:
-    """The type of the file system that a path lies on, by Linux's list of mounts; empty if it is not known."""
-    real = os.path.realpath(path)
-    best, kind = -1, ""
+def file_system_of(path: str) -> str:
+    """The type of the file system that a path lies on; empty if it is not known."""
+    real = Path(os.path.realpath(path))
     try:
-        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+        mounts = [each for each in psutil.disk_partitions(all=True) if real.is_relative_to(each.mountpoint)]
     except OSError:
         return ""
-    for line in lines:
-        place, _, rest = line.partition(" - ")
-        fields = place.split()
-        if len(fields) < 5 or not rest:
-            continue
-        point = fields[4].replace("\\040", " ")
-        inside = real == point or real.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # of two at one place the later one is on top
-            best, kind = len(point), rest.split()[0]
-    return kind
+    # of two at one place the later one is on top
+    innermost = max(reversed(mounts), key=lambda each: len(each.mountpoint), default=None)
+    return innermost.fstype if innermost is not None else ""
 
 
-@dataclass
-class _Listing:
-    paths: list[str] = field(default_factory=list)
-    bytes_: list[int] = field(default_factory=list)
-    complete: bool = True
+def _list(folder: str, clock: Callable[[], float]) -> tuple[dict[str, int], bool]:
+    """Bytes of the files below a folder and below links in it, each of them once; and whether these are all.
 
-
-def _list(folder: str, clock: Callable[[], float]) -> _Listing:
-    """The files below a folder and below links in it, each of them once; OSError if the folder cannot be read."""
+    OSError if the folder cannot be read.
+    """
     os.scandir(folder).close()
-    listing = _Listing()
+    sizes: dict[str, int] = {}
     linked = {os.path.realpath(folder)}
     until_s = clock() + _LIST_S
     waiting = [folder]
@@ -108,17 +98,15 @@ def _list(folder: str, clock: Callable[[], float]) -> _Listing:
         chosen = random_order.randrange(len(waiting))
         waiting[chosen], waiting[-1] = waiting[-1], waiting[chosen]
         for entry in _entries(waiting.pop()):
-            if len(listing.paths) >= _MAX_LISTED or clock() > until_s:
-                listing.complete = False
-                return listing
+            if len(sizes) >= _MAX_LISTED or clock() > until_s:
+                return sizes, False
             with contextlib.suppress(OSError):
                 if entry.is_dir():
                     if not entry.is_symlink() or _leads_on(entry.path, linked):
                         waiting.append(entry.path)
                 elif entry.is_file():
-                    listing.paths.append(entry.path)
-                    listing.bytes_.append(entry.stat().st_size)
-    return listing
+                    sizes[entry.path] = entry.stat().st_size
+    return sizes, True
 
 
 def _entries(folder: str) -> Iterator[os.DirEntry[str]]:
@@ -136,7 +124,7 @@ def _leads_on(link: str, linked: set[str]) -> bool:
     return True
 
 
-def histogram(sizes: Sequence[int]) -> dict[str, int]:
+def histogram(sizes: Iterable[int]) -> dict[str, int]:
     """How many sizes in bytes there are, by the upper end of a range: ``"4_kib"``, ``"16_kib"``, ..., ``"more"``."""
     counts = dict.fromkeys([*(f"{upper}_kib" for upper in _UPPER_KIB), "more"], 0)
     for size in sizes:
@@ -145,20 +133,13 @@ def histogram(sizes: Sequence[int]) -> dict[str, int]:
 
 
 def _folder(facts: DataFacts, clock: Callable[[], float]) -> DataFacts:
-    listing = _list(facts.path, clock)
-    facts = replace(
-        facts,
-        files=len(listing.paths),
-        complete=listing.complete,
-        total_mib=sum(listing.bytes_) / _MIB,
-        sizes=histogram(listing.bytes_),
-    )
-    candidates = [
-        path for path, size in zip(listing.paths, listing.bytes_, strict=True) if 0 < size <= _MAX_SAMPLE_BYTES
-    ]
+    found, complete = _list(facts.path, clock)
+    sizes = found.values()
+    facts = replace(facts, files=len(found), complete=complete, total_mib=sum(sizes) / _MIB, sizes=histogram(sizes))
+    candidates = [path for path, size in found.items() if 0 < size <= _MAX_SAMPLE_BYTES]
     if len(candidates) < _MIN_SAMPLES:
         failure = f"{len(candidates)} files of a sample's size; {_MIN_SAMPLES} are needed"
-        large = any(size > _MAX_SAMPLE_BYTES for size in listing.bytes_)
+        large = any(size > _MAX_SAMPLE_BYTES for size in sizes)
         return replace(facts, failure=failure + ("; for large files, name one" if large else ""))
     random.Random(0).shuffle(candidates)
     with _beside(facts.path) as (folder, same_disk):
@@ -221,15 +202,12 @@ def _build(candidates: Sequence[str], folder: Path, clock: Callable[[], float]) 
             writer.write(data)
             taken.append(path)
         if not taken:
-            writer.abort()
             return taken, None, "no file can be read"
         writer.close()
     except OSError as error:
-        writer.abort()
         return taken, None, str(error)
-    except BaseException:
-        writer.abort()
-        raise
+    finally:
+        writer.abort()  # nothing, if it is closed
     return taken, folder / "sample.lmdb", ""
 
 

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -57,7 +58,10 @@ def host_facts(
     quota = quota_cpus(cgroup_root, proc)
     stopped = throttling([f"{group}/cpu.stat" for group in cgroups("cpu", cgroup_root, proc)])
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    shm_total, shm_free = _space(shm)
+    shm_total: float | None = None
+    shm_free: float | None = None
+    with contextlib.suppress(OSError):
+        shm_total, _, shm_free = (size / _MIB for size in shutil.disk_usage(shm))
     memory_total: float | None = None
     memory_available: float | None = None
     with contextlib.suppress(OSError, ValueError, KeyError):  # no /proc/meminfo, or one with other lines
@@ -162,12 +166,3 @@ def _cuda_facts(data: dict[str, Any]) -> CudaFacts:
         for each in data["devices"]
     )
     return CudaFacts(data["available"], tuple(data["architectures"]), devices, data["failure"], data["refusal"])
-
-
-def _space(path: Path) -> tuple[float, float] | tuple[None, None]:
-    """MiB of a file system, and what of it is free."""
-    try:
-        status = os.statvfs(path)
-    except OSError:
-        return None, None
-    return status.f_blocks * status.f_frsize / _MIB, status.f_bavail * status.f_frsize / _MIB

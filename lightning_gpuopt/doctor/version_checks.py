@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from lightning_gpuopt.doctor.check import Check
@@ -35,10 +35,15 @@ def version_checks(versions: Mapping[str, str], driver_cuda: tuple[int, int] | N
         yield dali
 
 
+def _listed(versions: Mapping[str, str], names: Iterable[str]) -> tuple[dict[str, str], str]:
+    """Those of these distributions that are installed, as figures and in words."""
+    there = {name: versions[name] for name in names if name in versions}
+    measured = {name.replace("-", "_"): version for name, version in there.items()}
+    return measured, ", ".join(f"{name} {version}" for name, version in there.items())
+
+
 def _lightning(versions: Mapping[str, str]) -> Check:
-    names = ("torch", "lightning", "pytorch-lightning", "torchmetrics")
-    measured = {name.replace("-", "_"): versions[name] for name in names if name in versions}
-    found = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
+    measured, found = _listed(versions, ("torch", "lightning", "pytorch-lightning", "torchmetrics"))
     bad = [name for name in ("lightning", "pytorch-lightning") if versions.get(name) in _COMPROMISED]
     if bad:
         why = "These uploads were compromised (GHSA-w37p-236h-pfx3): they steal credentials."
@@ -49,8 +54,7 @@ def _lightning(versions: Mapping[str, str]) -> Check:
 
 
 def _nvml(versions: Mapping[str, str]) -> Check:
-    measured = {name.replace("-", "_"): versions[name] for name in ("nvidia-ml-py", "pynvml") if name in versions}
-    found = ", ".join(f"{name} {versions[name]}" for name in ("nvidia-ml-py", "pynvml") if name in versions)
+    measured, found = _listed(versions, ("nvidia-ml-py", "pynvml"))
     old = versions.get("pynvml")
     if old is None:
         return Check("nvml_binding", "ok", found or "nvidia-ml-py is not installed", measured)
@@ -66,8 +70,7 @@ def _dali(versions: Mapping[str, str], driver_cuda: tuple[int, int] | None) -> C
     installed = {name: int(match[1]) for name in versions if (match := _DALI.fullmatch(name))}
     if not installed:
         return None
-    measured = {name.replace("-", "_"): versions[name] for name in installed}
-    found = ", ".join(f"{name} {versions[name]}" for name in installed)
+    measured, found = _listed(versions, installed)
     if len(installed) > 1:
         why = "They install into the same folder: the last one installed overwrites the other's files."
         extra = "dali" if driver_cuda is not None and driver_cuda[0] < 13 else "dali-cuda13"

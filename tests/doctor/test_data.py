@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from lightning_gpuopt.doctor import data
@@ -245,17 +246,19 @@ def test_a_path_that_is_not_there(tmp_path):
         data_facts(str(tmp_path / "nowhere"))
 
 
-def test_the_file_system_is_that_of_the_innermost_mount(tmp_path):
-    mounts = tmp_path / "mountinfo"
-    mounts.write_text(
-        "27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
-        "41 27 0:40 / /data rw - nfs4 server:/export rw\n"
-        "42 27 0:41 / /data\\040set rw - tmpfs tmpfs rw\n"
-        "a line of another kind\n"
+def test_the_file_system_is_that_of_the_innermost_mount(tmp_path, monkeypatch):
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self" / "mounts").write_text(
+        "/dev/vda / ext3 rw 0 0\n"
+        "/dev/vda / ext4 rw,relatime 0 0\n"
+        "server:/export /data nfs4 rw 0 0\n"
+        "tmpfs /data\\040set tmpfs rw 0 0\n"
     )
-    kinds = [file_system_of(path, mounts) for path in ("/data/train", "/data", "/database", "/data set/x", "/")]
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
+    kinds = [file_system_of(path) for path in ("/data/train", "/data", "/database", "/data set/x", "/")]
     assert kinds == ["nfs4", "nfs4", "ext4", "tmpfs", "ext4"]
-    assert file_system_of("/", tmp_path / "nowhere") == ""
+    monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "nowhere"))
+    assert file_system_of("/") == ""
 
 
 def test_sizes_by_their_upper_end():
