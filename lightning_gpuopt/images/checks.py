@@ -85,15 +85,11 @@ def shrink_image(data: bytes, size: int, quality: int) -> bytes:
         scale = 2 * size / min(opened.size)
         if scale < 1:  # libjpeg shrinks by halves as it decodes; twice the size is left to the filter
             opened.draft(None, (int(opened.width * scale), int(opened.height * scale)))
-        return _shrunk(opened, size, quality)
-
-
-def _shrunk(image: Image.Image, size: int, quality: int) -> bytes:
-    image.load()
-    image = to_rgb(image)
-    out = io.BytesIO()
-    image.resize(shrunk_size(image.size, size), Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
-    return out.getvalue()
+        opened.load()
+        image = to_rgb(opened)
+        out = io.BytesIO()
+        image.resize(shrunk_size(image.size, size), Image.Resampling.BILINEAR).save(out, "JPEG", quality=quality)
+        return out.getvalue()
 
 
 def shrunk_size(full: tuple[int, int], size: int) -> tuple[int, int]:

@@ -28,15 +28,7 @@ _OF_THE_PROCESS: Final = {
     "gpu_used": "gpu_used_bytes",
     "gpu_total": "gpu_total_bytes",
 }
-_OF_THE_MACHINE: Final = {
-    "limit": "limit_bytes",
-    "current": "current_bytes",
-    "cache": "cache_bytes",
-    "peak": "peak_bytes",
-    "available": "available_bytes",
-    "shm_free": "shm_free_bytes",
-    "shm_size": "shm_size_bytes",
-}
+_OF_THE_MACHINE: Final = ("limit", "current", "cache", "peak", "available", "shm_free", "shm_size")
 
 
 @dataclass(frozen=True)
@@ -71,7 +63,7 @@ def memory_of(
     peak = _last(machine, "peak")
     machine = [each for each in machine if each.at_s <= at_s] or machine  # what it held is free again after its end
     figures: dict[str, Any] = {name: _last(own, field) for field, name in _OF_THE_PROCESS.items()}
-    figures |= {name: _last(machine, field) for field, name in _OF_THE_MACHINE.items()}
+    figures |= {f"{field}_bytes": _last(machine, field) for field in _OF_THE_MACHINE}
     figures["oom_kills"] = kills
     figures["peak_bytes"] = peak
     figures = {name: value for name, value in figures.items() if value is not None}

@@ -12,11 +12,11 @@ from typing import Final
 from lightning_gpuopt.measurements.code_location import short
 
 _THREAD: Final = re.compile(r"^(?P<current>Current thread|Thread) 0x[0-9a-fA-F]+.*\(most recent call first\):")
-_FRAME: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$')
+# a line of faulthandler's, or with a comma one of a traceback
+_FRAME: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+),? in (?P<name>.*)$')
 _PLACE: Final = re.compile(r"(?P<name>\S+) \((?P<file>.*):(?P<line>\d+)\)")
 _C_FRAME: Final = re.compile(r'^\s*Binary file "(?P<file>.*?)", at (?P<symbol>\S+)')
 _FATAL: Final = re.compile(r"^Fatal Python error: (?P<what>.*)$", re.MULTILINE)
-_TRACEBACK: Final = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.*)$')
 _STANDARD_LIBRARY: Final = re.compile(r"[/\\]lib(64)?[/\\]python\d[\d.]*t?[/\\](?!(site|dist)-packages)")
 _INSTALLED: Final = re.compile(r"[/\\](site|dist)-packages[/\\]")
 _OURS: Final = str(Path(__file__).parents[1]) + os.sep
@@ -83,9 +83,14 @@ def _threads(text: str) -> list[tuple[bool, list[Frame]]]:
     for line in text.splitlines():
         if begin := _THREAD.match(line):
             found.append((begin["current"] != "Thread", []))
-        elif found and (frame := _FRAME.match(line)):
-            found[-1][1].append(Frame(frame["name"], frame["file"], int(frame["line"])))
+        elif found and (frame := _frame_in(line)):
+            found[-1][1].append(frame)
     return found
+
+
+def _frame_in(line: str) -> Frame | None:
+    found = _FRAME.match(line)
+    return Frame(found["name"], found["file"], int(found["line"])) if found else None
 
 
 def main_thread(text: str) -> list[Frame]:
@@ -128,11 +133,7 @@ def crash_signal(text: str) -> int | None:
 
 def traceback_frame(text: str) -> Frame | None:
     """The innermost frame of the user's own in a traceback, as torch puts a worker's into its message."""
-    frames = [
-        Frame(each["name"], each["file"], int(each["line"]))
-        for line in text.splitlines()
-        if (each := _TRACEBACK.match(line))
-    ]
+    frames = [frame for line in text.splitlines() if (frame := _frame_in(line))]
     return own_frame(frames[::-1])
 
 

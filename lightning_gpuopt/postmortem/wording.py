@@ -56,10 +56,9 @@ def name_of(process: Process, world_size: int = 1) -> str:
     """A process: ``"worker 3 of rank 1 (pid 4711)"``; on one rank ``"worker 3"`` and ``"the training process"``."""
     if process.worker is None:
         name = f"rank {process.rank}" if world_size > 1 else "the training process"
-    elif process.worker < 0:
-        name = "a worker" + (f" of rank {process.rank}" if world_size > 1 else "")
     else:
-        name = f"worker {process.worker}" + (f" of rank {process.rank}" if world_size > 1 else "")
+        name = "a worker" if process.worker < 0 else f"worker {process.worker}"
+        name += f" of rank {process.rank}" if world_size > 1 else ""
     return name if process.pid is None else f"{name} (pid {process.pid})"
 
 
