@@ -28,12 +28,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--data-dir", type=str, default="./demo-data", help="where the images are created, once")
     add("--output-dir", type=str, default="./demo-run", help="where reports and metrics are saved")
     add("--images", type=EnoughImages, default=4000, help="number of JPEGs")
-    add(
-        "--epochs",
-        type=PositiveInt,
-        default=3,
-        help="passes over the training images; on CUDA enough for 10 s",
-    )
+    add("--epochs", type=PositiveInt, default=3, help="passes over the training images; on CUDA enough for 10 s")
     add("--max-steps", type=NonNegativeInt, default=0, help="stop after this many steps; 0: at the end of the epochs")
     add(
         "--batch-size", type=PositiveInt, default=None, help="images per step (default: 32; on CUDA chosen for the GPU)"

@@ -49,11 +49,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add("--max-seconds", type=Seconds, default=10.0, metavar="S", help="seconds for the whole search")
     add("--tolerance", type=Tolerance, default=0.05, metavar="X", help="a gain below this share is not worth a worker")
     add(
-        "--local-world-size",
-        type=PositiveInt,
-        default=1,
-        metavar="N",
-        help="ranks of this node that load concurrently",
+        "--local-world-size", type=PositiveInt, default=1, metavar="N", help="ranks of this node that load concurrently"
     )
     add("--iterable", action="store_true", help="also for an IterableDataset, whose order depends on the number")
     add("--json", action="store_true", help="as JSON")

@@ -71,13 +71,7 @@ def _add_build(parser: ArgumentParser) -> None:
         metavar="N",
         help="resize larger images to this many pixels on their shorter side",
     )
-    add(
-        "--image-quality",
-        type=JPEGQuality,
-        default=90,
-        metavar="Q",
-        help="JPEG quality of resized images",
-    )
+    add("--image-quality", type=JPEGQuality, default=90, metavar="Q", help="JPEG quality of resized images")
     add("--check", type=Literal["header", "decode"], default="header", help="how images are checked")
     add("--shuffle-seed", type=NonNegativeInt, metavar="N", help="store the samples in the random order of this seed")
     add(

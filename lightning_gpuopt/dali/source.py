@@ -104,12 +104,7 @@ class BatchSource:
     """
 
     def __init__(
-        self,
-        images: EncodedImages,
-        area: Area | None,
-        *,
-        seed: int = 0,
-        skipped: SkippedSamples | None = None,
+        self, images: EncodedImages, area: Area | None, *, seed: int = 0, skipped: SkippedSamples | None = None
     ) -> None:
         keep_heap()
         self.images = images
