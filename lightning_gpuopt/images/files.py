@@ -46,13 +46,13 @@ def image_extensions() -> frozenset[str]:
 
 
 class Strings:
-    """Many strings in little memory: a list of a million paths would be copied by every worker process."""
+    """Many paths, or bytes, in little memory: a list of a million would be copied by every worker process."""
 
     def __init__(self, blob: bytes = b"", ends: array[int] | None = None) -> None:
         self._blob = bytearray(blob)
         self._ends: array[int] = array("Q") if ends is None else ends
 
-    def append(self, text: str) -> None:
+    def append(self, text: str | bytes) -> None:
         self._blob += os.fsencode(text)
         self._ends.append(len(self._blob))
 
@@ -68,10 +68,15 @@ class Strings:
         return bytes(self._blob), self._ends.tobytes()
 
     def digest(self) -> str:
-        state = xxhash.xxh3_64()
-        for part in self.parts():
-            state.update(part)
-        return state.hexdigest()
+        return digest(self.parts())
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """XXH3-64 of bytes, one after the other, in hexadecimal."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
 
 
 @dataclass(eq=False)

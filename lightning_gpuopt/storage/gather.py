@@ -22,7 +22,7 @@ import torch
 from lightning_gpuopt.loading.datasets import Indices
 from lightning_gpuopt.loading.engine.layout import Array, Column, Layout
 from lightning_gpuopt.storage import codec
-from lightning_gpuopt.storage.errors import DamagedError, DamagedFileError
+from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.format import Manifest
 from lightning_gpuopt.storage.leaves import numpy_dtype, torch_dtype
 from lightning_gpuopt.storage.mapped_files import Region
@@ -35,7 +35,6 @@ Columns = Sequence[torch.Tensor]
 _PLACES: Final = 1 << 20
 _COPIED: Final = 4 << 20  # batches of up to so many bytes are copied out of maps, if the last one came from memory
 _MAPPED: Final = 1024  # shards of which the files are mapped in one stretch, at most
-_FEW: Final = 8  # files that are as quickly looked at as told apart
 _PART: Final = 256  # bytes from which on a part is read to its place; copying smaller ones is faster
 _MOST_PARTS: Final = 256  # that are read to their places: one call takes 1,024 pieces
 
@@ -408,13 +407,6 @@ class _RecordFiles:
 
     def check(self, wanted: Indices) -> None:
         """Raise DamagedFileError if a file of these records was cut off, or is gone or another one."""
-        if len(self._shards) <= _FEW:
-            try:
-                for shard in self._shards:
-                    shard.file().check()
-                return
-            except (DamagedFileError, OSError):  # maybe not of these records
-                pass
         for at in set(self.shards(wanted).tolist()):
             self._shards[at].file().check()
 

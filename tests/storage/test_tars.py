@@ -24,6 +24,7 @@ from lightning_gpuopt.storage.sources import open_source, tar_index
 from lightning_gpuopt.storage.sources.tar_index import Indexing
 from lightning_gpuopt.storage.sources.tars import TarSource
 from lightning_gpuopt.storage.writing.build import build_lmdb
+from lightning_gpuopt.storage.writing.indexing import in_turn
 from tests.storage.building import Build
 from tests.storage.executors import Elsewhere, Immediately
 from tests.storage.source_files import beside, kept, samples, stored, write_tar
@@ -298,7 +299,7 @@ def test_parts_share_the_indexes_which_go_with_the_build(tmp_path: Path, indexed
     ("part", "order"), [((0, 1), "abcdefg"), ((0, 3), "abgfedc"), ((1, 3), "cdbagfe"), ((2, 3), "efgdcba")]
 )
 def test_each_part_begins_with_its_share_and_meets_the_others(part: tuple[int, int], order: str) -> None:
-    taken = Indexing(part=part).in_turn([(name, "") for name in "abcdefg"])
+    taken = in_turn([(name, "") for name in "abcdefg"], part)
     assert "".join(name for name, _ in taken) == order
 
 

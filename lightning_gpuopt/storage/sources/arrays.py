@@ -107,11 +107,6 @@ class NumpySource(RowSource):
             raise DamagedError(f"{self.path}: it ends in the middle of row {index}; it is truncated, copy it again")
         return np.frombuffer(data, header.dtype, count=-1 if size else 0).reshape(header.shape[1:])[()]
 
-    def close(self) -> None:
-        self._arrays.forget()
-        if (stream := self._file.forget()) is not None:
-            stream.close()
-
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {
             "file_bytes": os.path.getsize(self.path),

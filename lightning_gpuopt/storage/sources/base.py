@@ -11,8 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final, Generic, TypeVar
 
-import xxhash
-
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.files import read_file
 from lightning_gpuopt.storage.codec import EncodedImage
@@ -59,8 +57,11 @@ class Source(ABC):
         """Plain JSON that differs where the source differs, and not if the same source lies elsewhere."""
         return {"kind": self.kind, "num_samples": len(self)}
 
-    def close(self) -> None:  # noqa: B027
+    def close(self) -> None:
         """Close the files that this process has open; they are opened again when they are needed."""
+        for each in vars(self).values():
+            if isinstance(each, PerProcess):
+                each.close()
 
 
 class RowSource(Source):
@@ -92,6 +93,12 @@ class PerProcess(Generic[T]):
         """Give it up, to be closed by the caller; it is opened again when it is needed. None: it is not open here."""
         value, self._value = self._value, None
         return value if self._pid == os.getpid() else None
+
+    def close(self) -> None:
+        """Give it up, and close it where it can be closed."""
+        value: Any = self.forget()
+        if hasattr(value, "close"):
+            value.close()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_opener": self._opener, "_pid": 0, "_value": None}
@@ -132,13 +139,6 @@ def read_image(path: str) -> EncodedImage:
     except OSError as error:
         what = f"{error.strerror}; fix that, then continue with resume=True"
         raise OSError(error.errno, what, path) from error
-
-
-def digest(parts: Iterable[bytes]) -> str:
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
 
 
 def folder_of(paths: Iterable[str]) -> str:

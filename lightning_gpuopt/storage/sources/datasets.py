@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,11 @@ from torch.utils.data import Subset
 
 from lightning_gpuopt.images.checks import BadImage
 from lightning_gpuopt.images.errors import is_bad_image, reason_of
-from lightning_gpuopt.images.files import Strings, about_bytes
-from lightning_gpuopt.storage import codec
+from lightning_gpuopt.images.files import Strings, about_bytes, digest
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.errors import DamagedError
-from lightning_gpuopt.storage.format import Manifest
-from lightning_gpuopt.storage.shard import ShardReader, open_shard
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, folder_of, read_image
+from lightning_gpuopt.storage.reader import LMDBDataset
+from lightning_gpuopt.storage.sources.base import Source, folder_of, read_image
 
 
 def from_dataset(dataset: Any) -> Source:
@@ -39,8 +35,6 @@ def from_dataset(dataset: Any) -> Source:
 
 def _own_path(dataset: Any) -> str | None:
     """Where the stored samples of one of our datasets lie, if they come out of it as they are."""
-    from lightning_gpuopt.storage.reader import LMDBDataset
-
     if type(dataset) is not LMDBDataset or dataset.transform is not None or dataset.target_transform is not None:
         return None
     return str(dataset.path)
@@ -207,11 +201,10 @@ class OwnSource(Source):
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._manifest = Manifest.load(Path(path))
+        self._dataset = LMDBDataset(path)
+        self._manifest = self._dataset.manifest
         if not self._manifest.num_samples:
             raise ValueError(f"{path}: there is no sample in it")
-        self._starts = [0, *accumulate(shard.num_samples for shard in self._manifest.shards)][:-1]
-        self._shards: PerProcess[dict[int, ShardReader]] = PerProcess(dict)
         self.classes = self._manifest.classes
         self.num_bytes = self._manifest.num_bytes
 
@@ -222,23 +215,15 @@ class OwnSource(Source):
         return f"sample {index}"
 
     def read(self, index: int) -> Any:
-        at = bisect_right(self._starts, index) - 1
+        starts = self._dataset.starts
+        at = bisect_right(starts, index) - 1
         try:
-            return self._shard(at).read(index - self._starts[at], codec.EncodedImage, verify=True)
+            return self._dataset.shard(at).read(index - starts[at], EncodedImage, verify=True)
         except DamagedError as error:
             name = self._manifest.shards[at].name
             raise DamagedError(
                 f"{self.path}: sample {index} ({name}): {error}; copy it again, or build it from its own source"
             ) from None
-
-    def _shard(self, at: int) -> ShardReader:
-        shards = self._shards.get()
-        if at not in shards:
-            shards[at] = open_shard(Path(self.path), self._manifest.shards[at])
-        return shards[at]
-
-    def close(self) -> None:
-        self._shards.forget()
 
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {"manifest": digest([self._manifest.to_json().encode()])}

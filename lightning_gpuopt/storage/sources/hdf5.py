@@ -100,10 +100,6 @@ class HDF5Source(RowSource):
     def parts(self) -> list[str]:
         return [column.name for column in self._columns]
 
-    def close(self) -> None:
-        if (file := self._file.forget()) is not None:
-            file.close()
-
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {
             "file_bytes": os.path.getsize(self.path),

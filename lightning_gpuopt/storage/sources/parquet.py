@@ -12,16 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from lightning_gpuopt.images.checks import BadImage, looks_like_image
+from lightning_gpuopt.images.files import digest
 from lightning_gpuopt.storage.codec import EncodedImage
-from lightning_gpuopt.storage.sources.base import (
-    PART_BYTES,
-    PerProcess,
-    RowSource,
-    digest,
-    missing_extra,
-    reading,
-    short_names,
-)
+from lightning_gpuopt.storage.sources.base import PART_BYTES, PerProcess, RowSource, missing_extra, reading, short_names
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 if TYPE_CHECKING:
@@ -133,9 +126,6 @@ class ParquetSource(RowSource):
         file = self.position(index)[0]
         row = index - self._file_starts[file]
         return repr((self._short_names[file], self._file_bytes[file], row)).encode()
-
-    def close(self) -> None:
-        self._reader.forget()
 
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {"file_bytes": self._file_bytes, "columns": digest([self._schema.encode()])}

@@ -6,16 +6,16 @@ import multiprocessing
 import os
 import pickle
 import struct
-from array import array
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
 import lmdb
 
+from lightning_gpuopt.images.files import Strings
 from lightning_gpuopt.storage.errors import DamagedError, StorageError
 from lightning_gpuopt.storage.format import LMDB_MAGIC
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest
+from lightning_gpuopt.storage.sources.base import PerProcess, Source
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 from lightning_gpuopt.storage.sources.prepare import find_images
 
@@ -40,16 +40,16 @@ class ForeignSource(Source):
         self.kind = "pickled lmdb" if allow_pickle else "lmdb"
         self._allow_pickle = allow_pickle
         _refuse_truncated(path)
-        self._blob, self._ends, self.classes, self.num_bytes = _in_child(path, allow_pickle)
+        self._keys, self.classes, self.num_bytes = _in_child(path, allow_pickle)
         self._env: PerProcess[Any] = PerProcess(partial(open_readonly, path))
         if not len(self):
             raise ValueError(f"{path}: there is no sample in it")
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self._keys)
 
     def _key(self, index: int) -> bytes:
-        return self._blob[self._ends[index - 1] if index else 0 : self._ends[index]]
+        return os.fsencode(self._keys[index])
 
     def name(self, index: int) -> str:
         return f"key {self._key(index)!r}"
@@ -75,15 +75,8 @@ class ForeignSource(Source):
                 "it was pickled with must be importable, otherwise pass a Dataset that reads it"
             ) from None
 
-    def close(self) -> None:
-        if (env := self._env.forget()) is not None:
-            env.close()
-
     def fingerprint(self) -> dict[str, Any]:
-        return super().fingerprint() | {
-            "keys": digest([self._blob, self._ends.tobytes()]),
-            "file_bytes": os.path.getsize(_file(self.path)),
-        }
+        return super().fingerprint() | {"keys": self._keys.digest(), "file_bytes": os.path.getsize(_file(self.path))}
 
 
 def open_readonly(path: str) -> Any:
@@ -96,7 +89,7 @@ def open_readonly(path: str) -> Any:
         ) from None
 
 
-_Index = tuple[bytes, "array[int]", "tuple[str, ...] | None", int]
+_Index = tuple[Strings, "tuple[str, ...] | None", int]
 
 
 def _in_child(path: str, allow_pickle: bool) -> _Index:
@@ -152,12 +145,10 @@ def _index(path: str, allow_pickle: bool) -> _Index:
     length = meta.get(b"__len__")
     if type(length) is int and length != len(keys):
         raise DamagedError(f"{path}: __len__ says {length}, but there are {len(keys)} samples; copy it again")
-    ends = array("Q")
-    total = 0
+    kept = Strings()
     for key in keys:
-        total += len(key)
-        ends.append(total)
-    return b"".join(keys), ends, _class_names(meta.get(b"__classes__")), num_bytes
+        kept.append(key)
+    return kept, _class_names(meta.get(b"__classes__")), num_bytes
 
 
 def _class_names(value: Any) -> tuple[str, ...] | None:

@@ -10,7 +10,7 @@ import re
 import struct
 import tarfile
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
@@ -34,23 +34,22 @@ SPARSE: Final = 1 << 63  # added to a member's offset: it is that of the headers
 Item = tuple[str, str]  # a tar, and the file of its index
 
 
-def _run_here(task: Callable[[Item], None], items: Sequence[Item]) -> None:
+def write_index(item: Item) -> None:
+    """Write the index of a tar into a file, unless somebody else has."""
+    tar, path = item[0], Path(item[1])
+    if not path.exists():
+        keep(path, index_tar(tar))
+
+
+def write_indexes(items: list[Item]) -> None:
     for item in items:
-        task(item)
+        write_index(item)
 
 
 @dataclass(frozen=True)
 class Indexing:
     directory: Path | None = None  # of the indexes, for other processes and a later run; None: in memory
-    # calls a function with each tar, here or in other processes
-    run: Callable[[Callable[[Item], None], Sequence[Item]], None] = _run_here
-    part: tuple[int, int] = (0, 1)  # (i, n): begin with the i-th of n shares; others begin with theirs
-
-    def in_turn(self, items: list[Item]) -> list[Item]:
-        """The tars in the order in which this part takes them: its share, then towards it those of others."""
-        i, n = self.part
-        first, last = len(items) * i // n, len(items) * (i + 1) // n
-        return items[first:last] + (items[last:] + items[:first])[::-1]
+    write: Callable[[list[Item]], None] = write_indexes  # makes those that are missing, here or in other processes
 
 
 class TarIndex:
@@ -144,13 +143,6 @@ def open_kept(path: Path) -> memoryview:
 def keep(path: Path, data: bytes) -> None:
     """Put bytes and their checksum into a file, unless somebody else has."""
     durable.write_first(path, data + xxhash.xxh3_64_digest(data))
-
-
-def write_index(item: Item) -> None:
-    """Write the index of a tar into a file, unless somebody else has."""
-    tar, path = item[0], Path(item[1])
-    if not path.exists():
-        keep(path, index_tar(tar))
 
 
 def regular_members(stream: BinaryIO, path: str) -> Iterator[tarfile.TarInfo]:

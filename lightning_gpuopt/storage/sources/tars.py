@@ -19,9 +19,10 @@ from typing import Any, Final
 
 import numpy as np
 
+from lightning_gpuopt.images.files import digest
 from lightning_gpuopt.storage.codec import EncodedImage
 from lightning_gpuopt.storage.sources import tar_index
-from lightning_gpuopt.storage.sources.base import PerProcess, Source, digest, short_names
+from lightning_gpuopt.storage.sources.base import PerProcess, Source, short_names
 from lightning_gpuopt.storage.sources.kinds import with_kinds
 
 _OPEN_FILES: Final = 16
@@ -76,7 +77,7 @@ class TarSource(Source):
             what = f"cannot write the indexes of tars here: {error.strerror}; pass a writable path"
             raise OSError(error.errno, what, str(directory)) from None
         try:
-            indexing.run(tar_index.write_index, indexing.in_turn(items))
+            indexing.write(items)
         except BaseException:
             with contextlib.suppress(OSError):  # other files are in it
                 directory.rmdir()

@@ -9,10 +9,11 @@ from typing import Any, Final
 
 import torch
 
+from lightning_gpuopt.images.files import digest
 from lightning_gpuopt.storage.codec import refuse_unstorable
 from lightning_gpuopt.storage.errors import DamagedError
 from lightning_gpuopt.storage.sources.arrays import same_length
-from lightning_gpuopt.storage.sources.base import PerProcess, RowSource, digest, missing_extra
+from lightning_gpuopt.storage.sources.base import PerProcess, RowSource, missing_extra
 
 _TYPE: Final = re.compile(r"GLOBAL (\S+)")  # what an unpickler tells of a type that it does not make
 
@@ -73,9 +74,6 @@ class SavedSource(RowSource):
             return {name: each[index] for name, each in saved.items()}
         return tuple(each[index] for each in saved)
 
-    def close(self) -> None:
-        self._saved.forget()
-
     def fingerprint(self) -> dict[str, Any]:
         return super().fingerprint() | {"file_bytes": os.path.getsize(self.path), "tensors": self._shapes}
 
@@ -113,9 +111,6 @@ class SafetensorsSource(RowSource):
         file = self._file.get()
         rows = {name: file.get_slice(name)[index : index + 1][0] for name in self._names}
         return rows if len(rows) > 1 else next(iter(rows.values()))
-
-    def close(self) -> None:
-        self._file.forget()
 
     def fingerprint(self) -> dict[str, Any]:
         shapes = digest(f"{name} {each}".encode() for name, each in self._shapes.items())

@@ -6,6 +6,7 @@ import contextlib
 import csv
 import errno
 import functools
+import io
 import logging
 import os
 import warnings
@@ -349,20 +350,12 @@ def _write_skipped(job: Job, numbers: list[int]) -> tuple[int, SkippedSample | N
     """Write skipped.csv if there is anything to write; how many there are, and the first."""
     file = job.directory / SKIPPED
     file.unlink(missing_ok=True)
-    count, first = 0, None
-    beside = job.directory / f"{SKIPPED}.part"
-    with beside.open("w", encoding="utf-8", errors="backslashreplace", newline="") as stream:
-        rows = csv.writer(stream)
-        rows.writerow(("index", "name", "reason"))
-        for row in sorted(skipped_samples(job, numbers), key=lambda row: row.index):
-            first = first or row
-            count += 1
-            rows.writerow((row.index, row.name, row.reason))
-        stream.flush()
-        os.fsync(stream.fileno())
-    if count:
-        os.replace(beside, file)
-        durable.sync_directory(job.directory)
-    else:
-        beside.unlink()
-    return count, first
+    skipped = sorted(skipped_samples(job, numbers), key=lambda row: row.index)
+    if not skipped:
+        return 0, None
+    text = io.StringIO(newline="")
+    rows = csv.writer(text)
+    rows.writerow(("index", "name", "reason"))
+    rows.writerows((row.index, row.name, row.reason) for row in skipped)
+    durable.write(file, text.getvalue().encode(errors="backslashreplace"))
+    return len(skipped), skipped[0]

@@ -80,7 +80,7 @@ def build_shard(job: Job, number: int, report: Report) -> None:
     finish_shard(job, fill_shard(job, number, report))
 
 
-def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float] = time.perf_counter) -> Filled:
+def fill_shard(job: Job, number: int, report: Report) -> Filled:
     """Write the samples of a shard, with the process's random numbers seeded for it; report a few times a second.
 
     ValueError if the samples have no such part as `kinds` names, StorageError for a broken image where `strict` is
@@ -88,7 +88,7 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
     """
     skipped: list[tuple[int, SkippedSample]] = []
     new: list[SkippedSample] = []
-    reported_at, samples, reported_bytes = clock(), 0, 0
+    reported_at, samples, reported_bytes = time.perf_counter(), 0, 0
     check_kinds(job.source)
     writer = ShardWriter(job.directory, number)
     # After the writer has removed an earlier shard of this number: finished shards keep their list.
@@ -102,7 +102,7 @@ def fill_shard(job: Job, number: int, report: Report, clock: Callable[[], float]
                 new.append(_skip(job, index, error))
                 skipped.append((place, new[-1]))
             samples += 1
-            if (now := clock()) - reported_at >= REPORT_INTERVAL_S:
+            if (now := time.perf_counter()) - reported_at >= REPORT_INTERVAL_S:
                 report(samples, writer.num_bytes - reported_bytes, new)
                 reported_at, samples, reported_bytes, new = now, 0, writer.num_bytes, []
         report(samples, writer.num_bytes - reported_bytes, new)

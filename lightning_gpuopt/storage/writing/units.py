@@ -29,7 +29,7 @@ from lightning_gpuopt.storage.errors import StorageError
 from lightning_gpuopt.storage.format import shard_name
 from lightning_gpuopt.storage.sources import Source, open_source
 from lightning_gpuopt.storage.sources.prepare import ImageOptions
-from lightning_gpuopt.storage.sources.tar_index import Indexing, Item
+from lightning_gpuopt.storage.sources.tar_index import Indexing, Item, write_index
 from lightning_gpuopt.storage.writing.fill import Job, Report, SkippedSample, fill_shard, finish_shard
 from lightning_gpuopt.storage.writing.plan import as_json, difference, read_plan
 from lightning_gpuopt.storage.writing.pool import WorkerTraceback, portable
@@ -148,11 +148,11 @@ def build_unit(marker: str, dataset: Any, number: int, attempt: int) -> Outcome:
         return False, (portable(error), traceback.format_exc())
 
 
-def index_unit(task: Callable[[Item], None], item: Item, attempt: int) -> Outcome:
+def index_unit(item: Item, attempt: int) -> Outcome:
     try:
         if not os.path.isdir(directory := os.path.dirname(item[1])):
             raise _not_seen(directory)
-        task(item)
+        write_index(item)
         return True, None
     except Exception as error:
         return False, (portable(error), traceback.format_exc())
@@ -226,7 +226,7 @@ def _job(marker: Path, dataset: Any) -> Job:
     return _opened[str(marker)]
 
 
-def _no_index(task: Callable[[Item], None], items: Sequence[Item]) -> None:
+def _no_index(items: list[Item]) -> None:
     raise StorageError(
         f"{len(items)} tars have changed since they were indexed, or a worker on {socket.gethostname()} finds other "
         "files there; use paths that are the same for all workers of the executor, and build again"
