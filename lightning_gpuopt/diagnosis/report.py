@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass, replace
-from functools import cache
+from dataclasses import MISSING, asdict, dataclass, is_dataclass, replace
 from pathlib import Path
 from types import NoneType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 from lightning_gpuopt.diagnosis.record import Finding, HotSpots, Proof, Remedy, Risk, RunRecord, Stretch
-from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types
+from lightning_gpuopt.diagnosis.schema import REPORT_SCHEMA, SCHEMA_VERSION, check_types, members_of
 from lightning_gpuopt.measurements.kernels import KernelShare
 from lightning_gpuopt.utils.whole_file import write_whole
 
@@ -167,9 +166,6 @@ def _known(value: Any) -> Any:
     return value
 
 
-_type_hints = cache(get_type_hints)
-
-
 def _read_back(kind: Any, value: Any) -> Any:
     """What JSON has of a value of this type; what was left out as not known is None again."""
     if isinstance(kind, type) and is_dataclass(kind):
@@ -184,9 +180,7 @@ def _read_back(kind: Any, value: Any) -> Any:
 
 def _members(kind: Any, data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The fields of a dataclass that are in its JSON; others there are of a later version."""
-    hints = _type_hints(kind)
-    for each in fields(kind):
-        name, hint = each.name.removesuffix("_"), hints[each.name]
+    for each, name, hint in members_of(kind):
         if name in data:
             yield each.name, _read_back(hint, data[name])
         elif get_origin(hint) is tuple:

@@ -1,140 +1,16 @@
-"""The JSON schema of a report."""
+"""The JSON schema of a report, which follows from the types of its fields."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from dataclasses import Field, fields, is_dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Final, Literal, get_args, get_origin, get_type_hints
+
+from lightning_gpuopt.diagnosis.record import RunRecord
 
 SCHEMA_VERSION: Final = 1
-
-_Schema = dict[str, Any]
-
-
-def _object(required: Mapping[str, _Schema], optional: Mapping[str, _Schema] | None = None) -> _Schema:
-    members = {**required, **(optional or {})}
-    return {"type": "object", "required": [*required], "additionalProperties": False, "properties": members}
-
-
-def _each(names: str, of: _Schema) -> dict[str, _Schema]:
-    return dict.fromkeys(names.split(), of)
-
-
-def _list(of: _Schema) -> _Schema:
-    return {"type": "array", "items": of}
-
-
-def _map(to: _Schema) -> _Schema:
-    return {"type": "object", "additionalProperties": to}
-
-
-_TEXT: Final[_Schema] = {"type": "string"}
-_FLAG: Final[_Schema] = {"type": "boolean"}
-_NUMBER: Final[_Schema] = {"type": "number"}
-_SHARE: Final[_Schema] = {"type": "number", "minimum": 0, "maximum": 1}
-_SECONDS: Final[_Schema] = {"type": "number", "minimum": 0}
-_COUNT: Final[_Schema] = {"type": "integer", "minimum": 0}
-_INTERVAL: Final[_Schema] = {"type": "array", "items": _NUMBER, "minItems": 3, "maxItems": 3}
-_PHASES: Final[_Schema] = _map(_NUMBER)
-_ANY_OBJECT: Final[_Schema] = {"type": "object"}
-
-_FINDING: Final = _object(
-    {
-        "cause": _TEXT,
-        "share": _SHARE,
-        "evidence": _map({"type": ["number", "string"]}),
-        "advice": _TEXT,
-        "settings": _ANY_OBJECT,
-    },
-    {"predicted_speedup": _INTERVAL, "confidence": {"enum": ["high", "medium", "low"], "type": "string"}},
-)
-_KERNEL: Final = _object(_each("name kind module", _TEXT) | {"share": _SHARE, "calls_per_step": _NUMBER})
-_LOADER: Final = _object(
-    {},
-    _each("num_workers prefetch_factor", _COUNT)
-    | _each("persistent_workers pin_memory sample_parallel duplicates", _FLAG),
-)
-_LOADER_COSTS: Final = _object(
-    _each("num_workers batches", _COUNT)
-    | _each("data_s data_cpu_s collate_s worker_cpu_s consumer_s spread", _SECONDS)
-    | {"receive_s": _INTERVAL, "edges_s": _list(_SECONDS), "counts": _list(_COUNT)},
-    {"prefetch_factor": _COUNT, "usable_cpus": {"type": "number", "exclusiveMinimum": 0}}
-    | _each("queued_s consumer_cpu_s free_cpus", _SECONDS),
-)
-_OUTLIER: Final = _object({"step": _COUNT, "phase": _TEXT} | _each("at_s seconds phase_s", _SECONDS))
-_STEP_TIMES: Final = _object(
-    {"edges_s": _list(_SECONDS), "counts": _list(_COUNT), "outliers": _list(_OUTLIER)}
-    | {"outlier_count": _COUNT, "outlier_s": _NUMBER},
-    _each("median_s p90_s p99_s slowest_s", _SECONDS),
-)
-_BEFORE_AFTER: Final[_Schema] = {"type": "array", "items": _COUNT, "minItems": 2, "maxItems": 2}
-_PROOF: Final = _object(
-    {"cause": _TEXT, "settings": _ANY_OBJECT, "measured": _NUMBER}, {"predicted": _INTERVAL, "steps": _BEFORE_AFTER}
-)
-_CHANGE: Final = _object(
-    _each("setting why", _TEXT),
-    {
-        "from": {},
-        "to": {},
-        "predicted": _INTERVAL,
-        "measured": _NUMBER,
-        "kept": _FLAG,
-        "cause": _TEXT,
-        "windows": _COUNT,
-        "interval": {"type": "array", "items": {"type": "number"}, "minItems": 2, "maxItems": 2},
-    },
-)
-_PLACE: Final = _object(_each("name file transform", _TEXT) | {"line": _COUNT, "seconds": _SECONDS})
-_HOT_SPOTS: Final = _object(
-    _each("finding process", _TEXT) | {"seconds": _SECONDS, "samples": _COUNT, "places": _list(_PLACE)}
-)
-_STRETCH: Final = _object(
-    _each("start_s wall_s", _SECONDS) | {"steps": _COUNT, "phases": _PHASES}, {"gpu_utilization": _NUMBER}
-)
-_HINT: Final = _object(_each("name text setting", _TEXT) | {"evidence": _map(_NUMBER)})
-_RISK: Final = _object(_each("risk text advice", _TEXT) | {"evidence": _map({"type": ["number", "string"]})})
-_REMEDY: Final = _object(
-    {"kind": _TEXT, "proved": _FLAG, "changes": {"enum": ["nothing", "order", "results"], "type": "string"}}
-    | _each("file before after why", _TEXT)
-    | {"line": _COUNT}
-)
-
-REPORT_SCHEMA: Final[_Schema] = {
-    "$schema": "https://json-schema.org/draft/2020-12/schema",
-    "title": "lightning-gpuopt stall report",
-    **_object(
-        {
-            "schema_version": {"const": SCHEMA_VERSION},
-            "verdict": _TEXT,
-            "wall_s": _SECONDS,
-            "phases": _PHASES,
-            "findings": _list(_FINDING),
-            "steps": _COUNT,
-            "timeline": _list(_STRETCH),
-            "notes": _list(_TEXT),
-            "environment": _map(_TEXT),
-            "loader": _LOADER,
-            "step_times": _STEP_TIMES,
-            "proofs": _list(_PROOF),
-        },
-        {
-            "step_s": _SECONDS,
-            "measured_steps": _COUNT,
-            "headroom": _SHARE,
-            "lightning_work": _map(_SECONDS),
-            "loader_costs": _LOADER_COSTS,
-            "changes": _list(_CHANGE),
-            "hot_spots": _list(_HOT_SPOTS),
-            "gpu_idle_s": _SECONDS,
-            "hints": _list(_HINT),
-            "kernels": _list(_KERNEL),
-            "kernel_kinds": _map(_NUMBER),
-            "kernel_summary": _map(_NUMBER),
-            "idle_shares": _map(_SHARE),
-            "risks": _list(_RISK),
-            "remedies": _list(_REMEDY),
-        },
-    ),
-}
 
 _MAX_NUMBER: Final = 1e18
 _TYPES: Final[dict[str, tuple[type, ...]]] = {
@@ -145,6 +21,61 @@ _TYPES: Final[dict[str, tuple[type, ...]]] = {
     "object": (dict,),
     "string": (str,),
 }
+_NAMES: Final = {bool: "boolean", int: "integer", float: "number", str: "string"}
+# what the type of a field does not say, by its name; whole numbers are counts
+_BOUNDS: Final[dict[str, dict[str, Any]]] = {
+    "share": {"minimum": 0, "maximum": 1},
+    "headroom": {"minimum": 0, "maximum": 1},
+    "usable_cpus": {"exclusiveMinimum": 0},
+}
+
+
+@cache
+def members_of(kind: type) -> tuple[tuple[Field[Any], str, Any], ...]:
+    """The fields of a dataclass, each with its name in JSON and its type."""
+    hints = get_type_hints(kind)
+    return tuple((each, each.name.removesuffix("_"), hints[each.name]) for each in fields(kind))
+
+
+def _schema_of(kind: Any) -> dict[str, Any]:
+    """What JSON has of a value of this type; a value of None is not there."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and is_dataclass(kind):
+        return _object_of(kind)
+    if NoneType in arguments:
+        return _schema_of(arguments[0])
+    if origin is UnionType:
+        return {"type": [_NAMES[each] for each in arguments]}
+    if origin is Literal:
+        return {"type": "string", "enum": [*arguments]}
+    if origin is dict:
+        return {"type": "object", "additionalProperties": _schema_of(arguments[1])}
+    if origin in (list, tuple):
+        length = {} if origin is list or ... in arguments else {"minItems": len(arguments), "maxItems": len(arguments)}
+        return {"type": "array", "items": _schema_of(arguments[0]), **length}
+    bounds = {"minimum": 0} if kind is int else {}
+    return {"type": _NAMES[kind], **bounds} if kind in _NAMES else {}
+
+
+def _object_of(kind: type) -> dict[str, Any]:
+    members, required = {}, []
+    for _, name, hint in members_of(kind):
+        seconds = {"minimum": 0} if hint in (float, float | None) and name.endswith("_s") else {}
+        members[name] = _schema_of(hint) | seconds | _BOUNDS.get(name, {})
+        if hint is not Any and NoneType not in get_args(hint):
+            required.append(name)
+    return {"type": "object", "required": required, "additionalProperties": False, "properties": members}
+
+
+def _of_report() -> dict[str, Any]:
+    schema = _object_of(RunRecord)
+    schema["required"].insert(0, "schema_version")
+    schema["properties"] = {"schema_version": {"const": SCHEMA_VERSION}, **schema["properties"]}
+    head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "lightning-gpuopt stall report"}
+    return {**head, **schema}
+
+
+REPORT_SCHEMA: Final = _of_report()
 
 
 def check_types(value: Any, schema: Mapping[str, Any] = REPORT_SCHEMA, where: str = "the report") -> None:
