@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
+from inspect import isfunction
 from typing import Final
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -17,10 +18,6 @@ from lightning_gpuopt.diagnosis.render.charts import Chart, color_of, comparison
 
 _PACKAGE: Final = "lightning_gpuopt.diagnosis.render"
 _FOLDER: Final = "page"
-_FILTERS: Final = (
-    *("arguments", "change_line", "deciding_facts", "evidence", "gain", "percent", "place_rows", "places"),
-    *("proof_line", "words"),
-)
 
 
 def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
@@ -33,23 +30,8 @@ def render_html(report: RunRecord, baseline: RunRecord | None = None) -> str:
             report=report,
             meaning=cause_of(report.verdict).meaning,
             comparison=comparison,
-            speedup_line=wording.speedup_line(comparison) if comparison is not None else None,
-            comparison_base=wording.comparison_base(comparison) if comparison is not None else None,
-            comparison_rows=wording.comparison_rows(comparison) if comparison is not None else [],
-            no_proof_line=wording.no_proof_line(comparison) if comparison is not None else None,
             key_numbers=_key_numbers(report),
-            standstill_line=wording.standstill_line(report),
-            headroom_line=wording.headroom_line(report),
-            outlier_line=wording.outlier_line(report),
-            lightning_line=wording.lightning_line(report),
-            kernel_kinds_line=wording.kernel_kinds_line(report),
-            kernel_rows=wording.kernel_rows(report),
             outlier_rows=_outlier_rows(report),
-            outcome_heading=wording.outcome_heading(report.changes),
-            phase_heads=[name for name, _ in wording.time_bases(report)],
-            phase_rows=wording.phase_rows(report),
-            kept_code=wording.kept_code(report.changes),
-            proofs=wording.all_proofs(report, comparison),
             charts=_charts(report, comparison),
             css=_own("page.css"),
             js=_own("page.js"),
@@ -67,7 +49,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {name: getattr(wording, name) for name in _FILTERS}
+    environment.filters |= {name: each for name, each in vars(wording).items() if isfunction(each)}
     environment.filters |= {"unbroken": _unbroken, "color": color_of}
     return environment
 
