@@ -7,11 +7,10 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from lightning_gpuopt.telemetry.nvml import DeviceLostError, DeviceReader, NvmlUnavailableError, StopReading
-from lightning_gpuopt.telemetry.nvml_thread import NvmlThread, join_thread
+from lightning_gpuopt.telemetry.nvml import DeviceLostError, NvmlSession, NvmlUnavailableError, StopReading
 from lightning_gpuopt.telemetry.visible import NvmlDevice, visible_devices
 
 log = logging.getLogger(__name__)
@@ -66,24 +65,20 @@ class NvmlHealth:
 
 
 class HealthQuestion:
-    """Asks NVML about all GPUs, on the thread that makes every NVML call of this process."""
+    """Asks NVML about all GPUs once, on a thread of its own; outside of training."""
 
     def __init__(self, readings: frozenset[str] = READINGS) -> None:
         self._readings = readings
         self._given_up = threading.Event()
         self._done = threading.Event()
-        self._thread: NvmlThread | None = None
-        self._reader: DeviceReader | None = None
-        self._driver: tuple[str, tuple[int, int] | None] = ("", None)
-        self._gpus: tuple[GpuHealth, ...] = ()
-        self._visible: tuple[str, ...] | None = None
-        self._failure = ""
+        self._thread = threading.Thread(target=self._run, name="gpuopt-gpu-health", daemon=True)
+        self._known = NvmlHealth()
 
     def start(self) -> None:
         try:
-            self._thread = join_thread(self)
+            self._thread.start()
         except RuntimeError as error:
-            self._failure = str(error)
+            self._known = NvmlHealth(failure=str(error))
             self._done.set()
 
     @property
@@ -94,58 +89,44 @@ class HealthQuestion:
     def answer(self, timeout_s: float) -> NvmlHealth:
         """What NVML has answered within ``timeout_s``; a call that takes longer is left to its thread."""
         deadline_s = time.monotonic() + timeout_s
-        answered = self._done.wait(timeout_s)
-        failure = self._failure
-        if not answered:
-            failure = f"NVML did not respond within {timeout_s:g} s"
+        if not self._done.wait(timeout_s):
             self._given_up.set()
-        if self._thread is not None:
-            self._thread.wake()
-            if answered and self._thread.is_last(self):  # then it shuts NVML down
-                self._thread.join(max(deadline_s - time.monotonic(), 0.1))
-        driver, cuda = self._driver
-        return NvmlHealth(driver, cuda, self._gpus, self._visible, failure)
+            return replace(self._known, failure=f"NVML did not respond within {timeout_s:g} s")
+        if self._thread.is_alive():  # it shuts NVML down
+            self._thread.join(max(deadline_s - time.monotonic(), 0.1))
+        return self._known
 
-    # ---- a user of the thread ----
-
-    due_s = 0.0
-
-    def is_over(self) -> bool:
-        return self._given_up.is_set() or self._done.is_set()
-
-    def turn(self, thread: NvmlThread) -> bool:
-        """Ask everything; there is no second turn."""
-        if self.is_over():
-            return False
+    def _run(self) -> None:
+        session = None
         try:
-            self._ask(thread)
+            session = NvmlSession()
+            self._ask(session)
         except NvmlUnavailableError as error:
-            self._failure = str(error)
+            self._known = replace(self._known, failure=str(error))
         except StopReading:
             pass
         except Exception as error:
             log.debug("GPUs could not be asked", exc_info=True)
-            self._failure = f"an unexpected {error!r}"
-        return False
+            self._known = replace(self._known, failure=f"an unexpected {error!r}")
+        finally:
+            self._done.set()
+            if session is not None:
+                session.close()
 
-    def released(self) -> None:
-        self._done.set()
+    def _go_on(self) -> None:
+        if self._given_up.is_set():
+            raise StopReading
 
-    def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
-
-    def _ask(self, thread: NvmlThread) -> None:
-        session, between_calls = thread.session(), thread.checking(self)
-        self._driver = session.driver(between_calls)
-        listed = session.devices(between_calls)
+    def _ask(self, session: NvmlSession) -> None:
+        driver, cuda = session.driver(self._go_on)
+        self._known = replace(self._known, driver=driver, cuda=cuda)
+        listed = session.devices(self._go_on)
         named, order = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("CUDA_DEVICE_ORDER")
         visible = visible_devices(listed, named, order)
-        self._visible = tuple(device.uuid for device in visible.devices if device is not None)
+        self._known = replace(self._known, visible=tuple(each.uuid for each in visible.devices if each is not None))
         for device in listed:
             readings = self._readings if device.mig_slot is None else self._readings & _OF_AN_INSTANCE
-            reader = self._reader = session.reader(device, readings, time.monotonic, 0.0, between_calls)
+            reader = session.reader(device, readings, time.monotonic, 0.0, self._go_on)
             values: dict[str, float] = {}
             try:
                 values = {value.reading: value.value for value in reader.read()}
@@ -153,5 +134,6 @@ class HealthQuestion:
                 unknown = tuple(notice.text for notice in reader.notices)
             except DeviceLostError as error:
                 unknown = (f"{error}.",)
-            self._gpus = (*self._gpus, GpuHealth(device, values, unknown))
-            self.close()
+            finally:
+                reader.close()
+            self._known = replace(self._known, gpus=(*self._known.gpus, GpuHealth(device, values, unknown)))

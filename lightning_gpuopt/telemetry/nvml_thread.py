@@ -1,8 +1,8 @@
-"""The one thread of this process that calls NVML, for all that want figures of the GPUs.
+"""The one thread of this process that calls NVML while it trains, for all that want figures of the GPUs.
 
-Every NVML call of ours is made here, opening and closing included: some take 20 ms as a rule, any may take forever on a
-sick GPU, and the training thread must not wait for it. The thread starts with its first user, and shuts NVML down and
-ends with its last.
+Every NVML call of a sampler is made here, opening and closing included: some take 20 ms as a rule, any may take forever
+on a sick GPU, and the training thread must not wait for it. The thread starts with its first user, and shuts NVML down
+and ends with its last.
 """
 
 from __future__ import annotations
