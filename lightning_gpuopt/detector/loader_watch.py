@@ -26,7 +26,6 @@ from lightning_gpuopt.loaders.registry import LoaderRegistry, SeenLoader
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, Pipelines, WorkerTimes
 from lightning_gpuopt.telemetry.host import HostWatch
-from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.loader_facts import facts_of, pipeline_of
 from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.timeline.queues import QueueProbe
@@ -216,7 +215,7 @@ class LoaderWatch(Probe):
                 return True
         return False
 
-    def process(self) -> ProcessReading:
+    def process(self) -> dict[str, float]:
         return self._host.process
 
     def readings(self) -> dict[int, LoaderReading]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -12,7 +12,6 @@ from lightning_gpuopt.diagnosis.measurement import Measurement
 from lightning_gpuopt.diagnosis.waterfall import in_steps
 from lightning_gpuopt.measurements.gpu import DeviceState
 from lightning_gpuopt.measurements.phases import GPU_WORK, SIGNAL_BROADCAST, WindowRecord
-from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.windows import BoundedSeries
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ _GPU_MEMORY: Final = (
 class WindowHistory:
     """Keeps at most 64 records of a run since its last change; beyond that, neighbours are merged in pairs."""
 
-    def __init__(self, device: torch.device | None, process: Callable[[], ProcessReading]) -> None:
+    def __init__(self, device: torch.device | None, process: Callable[[], Mapping[str, float]]) -> None:
         self._device = device  # a CUDA device, or None
         self._process = process
         self._records = BoundedSeries(_MAX_RECORDS, WindowRecord.joined)
@@ -61,9 +60,7 @@ class WindowHistory:
         self._records.add(WindowRecord(waterfall.steps, end_step, seconds, parts, self._held(window.device), host))
 
     def _held(self, device: DeviceState | None) -> dict[str, float]:
-        process = self._process()
-        read = (("rss_mib", process.rss_mib), ("open_files", process.open_files), ("threads", process.threads))
-        held: dict[str, float] = {name: value for name, value in read if value is not None}
+        held = dict(self._process())
         if self._device is not None:
             try:
                 stats: dict[str, Any] = torch.cuda.memory_stats(self._device)

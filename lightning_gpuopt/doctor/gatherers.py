@@ -21,7 +21,7 @@ import psutil
 
 from lightning_gpuopt.doctor.facts import CopyRates, CudaDeviceFacts, CudaFacts, HostFacts, MemoryRates, TorchFacts
 from lightning_gpuopt.telemetry.host import HostWatch, allowed_cpus, cgroups, quota_cpus, throttling
-from lightning_gpuopt.telemetry.process import entries
+from lightning_gpuopt.telemetry.memory import entries
 
 _MIB: Final = 1024 * 1024
 _COPIED: Final = 256 * _MIB  # larger than the caches of a socket, but for a few of the largest

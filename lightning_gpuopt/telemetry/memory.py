@@ -15,7 +15,6 @@ from typing import Final
 import psutil
 
 from lightning_gpuopt.telemetry.host import cgroups
-from lightning_gpuopt.telemetry.process import entries
 
 _V2: Final = ("memory.max", "memory.current", "memory.peak", "inactive_file")
 _V1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes", "total_inactive_file")
@@ -122,6 +121,14 @@ def read_group(group: Path, no_limit: float = math.inf) -> CgroupMemory | None:
                 peak=_int_of(group / peak),
             )
     return None
+
+
+def entries(folder: str) -> int | None:
+    """How many entries a folder has; None if it cannot be read."""
+    try:
+        return len(os.listdir(folder))
+    except OSError:
+        return None
 
 
 def _int_of(file: Path) -> int | None:

@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 
 from lightning_gpuopt.telemetry.host import cgroups
-from lightning_gpuopt.telemetry.memory import read_group
-from lightning_gpuopt.telemetry.process import entries
+from lightning_gpuopt.telemetry.memory import entries, read_group
 
 
 def worker_memory(pid: int, proc: Path = Path("/proc")) -> int | None:

@@ -15,7 +15,6 @@ from lightning_gpuopt.measurements.gpu import AheadCopies
 from lightning_gpuopt.measurements.loader_description import LoaderDescription
 from lightning_gpuopt.measurements.loading import LoaderFacts, LoaderReading, QueueTimes, WorkerTimes
 from lightning_gpuopt.measurements.ranks import GradientSync, MetricSync, ReducerTimes
-from lightning_gpuopt.telemetry.process import ProcessReading
 from lightning_gpuopt.timeline.probe import Probe
 from tests.diagnosis.numbers import IN_PROCESS, TWO_WORKERS, host, pipelines, times, workers
 
@@ -56,7 +55,7 @@ class Counters(Probe):
         return {"loader": self.facts, "host": host(0.5)}
 
     def begin(self, *others: Probe, steps: int = 0, **known: Any) -> SteadyStateAccumulator:
-        history = WindowHistory(None, lambda: ProcessReading(threads=3))
+        history = WindowHistory(None, lambda: {"threads": 3})
         return SteadyStateAccumulator([self, *others], history, steps, {}, known)
 
 

@@ -11,13 +11,12 @@ import torch
 from lightning_gpuopt.detector.window_history import WindowHistory
 from lightning_gpuopt.measurements.gpu import DeviceState
 from lightning_gpuopt.measurements.phases import WindowRecord
-from lightning_gpuopt.telemetry.process import ProcessReading
 from tests.diagnosis.numbers import gpu, measurement, times
 
-HELD = ProcessReading(rss_mib=100.0, open_files=20, threads=3)
+HELD = {"rss_mib": 100.0, "open_files": 20, "threads": 3}
 
 
-def history(*windows: Any, process: ProcessReading = HELD) -> tuple[WindowRecord, ...]:
+def history(*windows: Any, process: dict[str, float] = HELD) -> tuple[WindowRecord, ...]:
     made = WindowHistory(None, lambda: process)
     for number, each in enumerate(windows):
         made.add(each, 100 * (number + 1))
@@ -71,7 +70,7 @@ def test_a_window_without_steps_is_none(window: Any) -> None:
 
 def test_what_the_process_held_is_kept_as_far_as_it_is_known() -> None:
     assert history(measurement(times()))[0].held == {"rss_mib": 100.0, "open_files": 20, "threads": 3}
-    assert history(measurement(times()), process=ProcessReading(threads=3))[0].held == {"threads": 3}
+    assert history(measurement(times()), process={"threads": 3})[0].held == {"threads": 3}
 
 
 def test_the_clock_of_each_window_is_taken_from_the_mean_of_the_whole_part() -> None:
@@ -88,7 +87,7 @@ def test_the_clock_of_each_window_is_taken_from_the_mean_of_the_whole_part() -> 
 def test_the_gpus_memory_is_in_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     stats: dict[str, int] = {"allocated_bytes.all.current": 3 << 20, "num_alloc_retries": 2}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    made = WindowHistory(torch.device("cuda", 0), ProcessReading)
+    made = WindowHistory(torch.device("cuda", 0), dict)
     made.add(measurement(times()), 100)
     assert made.records[0].held == {"gpu_allocated_mib": 3.0, "alloc_retries": 2.0}
 
@@ -105,7 +104,7 @@ def test_an_allocator_that_keeps_no_figures_is_no_fault(monkeypatch: pytest.Monk
 
 def test_of_more_than_64_each_two_neighbours_become_one() -> None:
     numbers = iter(range(68))
-    made = WindowHistory(None, lambda: ProcessReading(threads=next(numbers)))
+    made = WindowHistory(None, lambda: {"threads": next(numbers)})
 
     def add(number: int) -> None:
         made.add(measurement(times(data_wait=number / 100)), 100 * (number + 1))

@@ -19,7 +19,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_gpuopt.compat.dataloader import worker_pids
-from lightning_gpuopt.telemetry.host import HostWatch, usable_cpus, wait_after
+from lightning_gpuopt.telemetry.host import HostWatch, held_by_this_process, usable_cpus, wait_after
 from tests.helpers import wait_for
 
 CPUS = sorted(os.sched_getaffinity(0))
@@ -430,8 +430,7 @@ def test_other_readings_open_no_list_of_threads(proc: Proc, watch: HostWatch, mo
     watch.workers([11])
     for _ in range(10):
         watch.read()
-    own = [f"{proc.root}/self/fd", f"{proc.root}/self/task"]
-    assert listed == [*own, f"{proc.root}/11/task"] * 2
+    assert listed == [f"/proc/{os.getpid()}/fd", f"{proc.root}/11/task"] * 2
 
 
 @pytest.mark.parametrize(("reading_cpu_s", "wait_s"), [(0.0, 0.2), (0.001, 0.2), (0.005, 1), (0.1, 20), (2.0, 20)])
@@ -495,3 +494,18 @@ def test_the_thread_reads_until_it_is_stopped(proc: Proc) -> None:
     watch.stop()
     assert "gpuopt-host" not in {thread.name for thread in threading.enumerate()}
     watch.stop()
+
+
+def test_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = held_by_this_process()
+    assert held["rss_mib"] > 10
+    assert held["open_files"] >= 3
+    assert held["threads"] >= 1
+
+
+def test_without_proc_it_is_not_known_what_this_process_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil, "Process", refused)
+    assert held_by_this_process() == {}

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_gpuopt.telemetry.process import ProcessReading, read_process
 from lightning_gpuopt.telemetry.resources import available_memory, free_shared_memory, processes_left, worker_memory
 
 MIB = 1 << 20
@@ -135,12 +134,3 @@ def test_a_processs_memory_is_read(tmp_path: Path) -> None:
 def test_the_room_for_shared_memory_is_its_file_systems(tmp_path: Path) -> None:
     assert free_shared_memory(tmp_path / "nowhere") is None
     assert (free_shared_memory(tmp_path) or 0) > 0
-
-
-def test_without_proc_nothing_is_known_of_a_process(tmp_path: Path) -> None:
-    assert read_process(str(tmp_path)) == ProcessReading()
-    here = read_process()
-    assert here.rss_mib is not None
-    assert here.rss_mib > 10
-    assert here.threads is not None
-    assert here.threads >= 1
