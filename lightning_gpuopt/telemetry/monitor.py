@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from lightning_gpuopt.telemetry.cuda import chooser
 from lightning_gpuopt.telemetry.keys import Metric, readings_of
@@ -58,7 +59,7 @@ class GpuMonitor:
         window = RankWindow(self._node, self._sampler.cut())
         if not self._gather.collects:
             self._fleet.add([window])
-        self._gather.post(step, window.to_json())
+        self._gather.post(step, asdict(window))
 
     def ready(self) -> list[tuple[int, dict[str, float]]]:
         """Steps and figures of the windows that have become complete, oldest first; on rank 0 only."""

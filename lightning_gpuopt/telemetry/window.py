@@ -55,27 +55,12 @@ class RankWindow:
     node: int
     devices: tuple[DeviceWindow, ...]
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain types, which JSON brings back exactly."""
-        return {
-            "node": self.node,
-            "devices": [
-                [
-                    d.uuid,
-                    d.nvml_index,
-                    d.mig_slot,
-                    d.ordinal,
-                    {r: [s.total, s.weight, s.low, s.high] for r, s in d.stats.items()},
-                ]
-                for d in self.devices
-            ],
-        }
-
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RankWindow:
+        """What ``asdict`` has made of a window, and JSON has brought here."""
         devices = (
-            DeviceWindow(uuid, index, slot, ordinal, {reading: Stat(*numbers) for reading, numbers in stats.items()})
-            for uuid, index, slot, ordinal, stats in data["devices"]
+            DeviceWindow(**{**each, "stats": {reading: Stat(**stat) for reading, stat in each["stats"].items()}})
+            for each in data["devices"]
         )
         return cls(data["node"], tuple(devices))
 

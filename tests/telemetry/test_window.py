@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import reduce
 
 from lightning_gpuopt.telemetry.keys import select_metrics
@@ -141,4 +142,4 @@ def test_a_window_without_readings_gives_no_figures():
 
 def test_a_window_survives_json_exactly():
     window = rank(device(0, stat(0.1, 1 / 3), 0), device(1, None, None, slot=2, power_w=stat(1e-9)), node=3)
-    assert RankWindow.from_json(json.loads(json.dumps(window.to_json()))) == window
+    assert RankWindow.from_json(json.loads(json.dumps(asdict(window)))) == window
