@@ -16,9 +16,7 @@ class HostActivity:
     free_cpus: float | None  # usable CPUs that nobody used, all processes counted; mean, this rank's share
     process_cpus: float | None = None  # CPUs that this process used, all its threads; mean
     throttled: float | None = None  # share of the scheduler's periods in which a cgroup's quota stopped us, 0-1
-    # share of time in which something here waited for a CPU, 0-1 (``/proc/pressure``)
-    cpu_pressure: float | None = None
-    io_pressure: float | None = None  # the same for I/O
+    io_pressure: float | None = None  # share of time in which something here waited for I/O, 0-1 (``/proc/pressure``)
     memory_pressure: float | None = None  # the same for reclaim, and pages that come back from swap
     swapped_in_mib_s: float | None = None  # read from swap on the whole machine
     affinity: int | None = None  # CPUs that this process is bound to, where the machine has more

@@ -10,7 +10,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -241,11 +240,9 @@ class HostWatch:
         self._sources: dict[str, Callable[[], float | None]] = {
             "idle": lambda: _idle_s(f"{proc}/stat"),
             "process": time.process_time,
-            **{kind: partial(_pressure_s, f"{proc}/pressure/{kind}") for kind in ("cpu", "io", "memory")},
+            **{kind: partial(_pressure_s, f"{proc}/pressure/{kind}") for kind in ("io", "memory")},
             "swapped_in": lambda: _swapped_in_mib(f"{proc}/vmstat"),
         }
-        self._periods = self._throttled = 0
-        self._last_throttling: tuple[int, int] | None = None
         self.process: dict[str, float] = {}  # what this process holds
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -255,9 +252,10 @@ class HostWatch:
         self._threads: dict[int, list[str]] = {}
         self._readings = 0
         self._last: dict[int, tuple[float, _Times]] = {}
-        self._last_totals: dict[str, tuple[float, float]] = {}
-        self._worker_s = self._ran_s = self._queued_s = self._busy_threads_s = 0.0
-        self._rates: dict[str, _Rate] = {}
+        # what each source has counted, and when it was asked: at the last reset, or for the first time, and now
+        self._before: dict[str, tuple[float, float]] = {}
+        self._newest: dict[str, tuple[float, float]] = {}
+        self._forget_workers()
 
     def start(self) -> None:
         self._thread = threading.Thread(target=self._run, name="gpuopt-host", daemon=True)
@@ -278,9 +276,12 @@ class HostWatch:
     def reset(self) -> None:
         """Forget what was read so far, for example at the end of warm-up."""
         with self._lock:
-            self._worker_s = self._ran_s = self._queued_s = self._busy_threads_s = 0.0
-            self._periods = self._throttled = 0
-            self._rates.clear()
+            self._before = dict(self._newest)
+            self._forget_workers()
+
+    def _forget_workers(self) -> None:
+        self._worker_s = self._ran_s = self._queued_s = self._busy_threads_s = 0.0
+        self._together_s = self._longest_s = 0.0  # what processes have computed, and for how long they were watched
 
     def activity(self) -> HostActivity:
         """What has been read since the last :meth:`reset`.
@@ -290,7 +291,9 @@ class HostWatch:
         """
         with self._lock:
             seconds = self._worker_s
-            rates = {name: rate.total / rate.span_s for name, rate in self._rates.items() if rate.span_s}
+            gained = {name: self._gained(name) for name in self._newest}
+            rates = {name: total / span_s for name, (span_s, total) in gained.items() if span_s}
+            periods, stopped = (gained[name][1] if name in gained else 0.0 for name in ("periods", "throttled"))
             return HostActivity(
                 usable_cpus=self._usable_cpus,
                 seconds=seconds,
@@ -298,8 +301,7 @@ class HostWatch:
                 worker_queued=min(self._queued_s / seconds, 1.0) if seconds else None,
                 free_cpus=self._free_cpus(rates),
                 process_cpus=rates.get("process"),
-                throttled=min(self._throttled / self._periods, 1.0) if self._periods else None,
-                cpu_pressure=min(rates["cpu"], 1.0) if "cpu" in rates else None,
+                throttled=min(stopped / periods, 1.0) if periods else None,
                 io_pressure=min(rates["io"], 1.0) if "io" in rates else None,
                 memory_pressure=min(rates["memory"], 1.0) if "memory" in rates else None,
                 swapped_in_mib_s=rates.get("swapped_in"),
@@ -313,17 +315,20 @@ class HostWatch:
         """This rank's share of what its CPUs have idle, as far as its share of the quota leaves room for it."""
         if "idle" not in rates:
             return None
-        own = rates["process"] + rates.get("workers", 0.0)
+        own = rates["process"] + (self._together_s / self._longest_s if self._longest_s else 0.0)
         return min(rates["idle"] / self._sharers, self._usable_cpus, max(self._quota_cpus - own, 0.0))
+
+    def _gained(self, name: str) -> tuple[float, float]:
+        """Seconds since the last reset, and what a source has counted in them."""
+        (then, before), (now, value) = self._before[name], self._newest[name]
+        return now - then, max(value - before, 0.0)
 
     def read(self) -> None:
         pids = self._pids
-        totals: dict[str, tuple[float, float]] = {}
-        for name, source in self._sources.items():
-            value = source()
-            if value is not None:
-                totals[name] = (self._clock(), value)
-        throttled = throttling(self._cpu_stats)
+        asked = ((name, source()) for name, source in self._sources.items())
+        totals = {name: (self._clock(), value) for name, value in asked if value is not None}
+        if (throttled := throttling(self._cpu_stats)) is not None:
+            totals |= {name: (0.0, count) for name, count in zip(("periods", "throttled"), throttled, strict=True)}
         if self._readings % _LIST_THREADS_EVERY == 0:
             self._threads.clear()
             self.process = held_by_this_process()
@@ -331,15 +336,8 @@ class HostWatch:
         readings = {pid: (self._clock(), times) for pid in pids if (times := self._worker_times(pid))}
         with self._lock:
             self._add_workers(readings)
-            for name, (now, value) in totals.items():
-                if name in self._last_totals:
-                    then, before = self._last_totals[name]
-                    self._add(name, now - then, value - before)
-            if throttled is not None and self._last_throttling is not None:
-                self._periods += max(throttled[0] - self._last_throttling[0], 0)
-                self._throttled += max(throttled[1] - self._last_throttling[1], 0)
-            self._last_totals = totals
-            self._last_throttling = throttled
+            self._newest |= totals
+            self._before = totals | self._before
             self._last = readings
 
     def _add_workers(self, readings: dict[int, tuple[float, _Times]]) -> None:
@@ -355,12 +353,8 @@ class HostWatch:
                 if pid not in self._own_threads:  # whose time is this process's own
                     longest_s, together_s = max(longest_s, now - then), together_s + ran_s
                     self._busy_threads_s += _busy(before, times, now - then) * (now - then)
-        self._add("workers", longest_s, together_s)
-
-    def _add(self, name: str, span_s: float, gained: float) -> None:
-        rate = self._rates.setdefault(name, _Rate())
-        rate.span_s += span_s
-        rate.total += max(gained, 0.0)
+        self._longest_s += longest_s
+        self._together_s += together_s
 
     def _worker_times(self, pid: int) -> _Times | None:
         """What the threads of a process have computed, and have waited for a CPU."""
@@ -378,9 +372,3 @@ class HostWatch:
             self.read()
             if self._stop.wait(wait_after(self._cpu_clock() - before_s, self._interval_s)):
                 return
-
-
-@dataclass
-class _Rate:
-    span_s: float = 0.0
-    total: float = 0.0

@@ -209,7 +209,7 @@ def test_without_procfs_the_figures_are_absent(tmp_path: Path) -> None:
     watch.read()
     activity = watch.activity()
     assert (activity.worker_cpu, activity.worker_queued, activity.free_cpus) == (None, None, None)
-    assert (activity.throttled, activity.cpu_pressure, activity.io_pressure) == (None, None, None)
+    assert (activity.throttled, activity.io_pressure) == (None, None)
     assert (activity.memory_pressure, activity.swapped_in_mib_s) == (None, None)
     assert activity.usable_cpus > 0
 
@@ -264,15 +264,14 @@ def test_pressure_is_the_share_of_time_in_which_something_waited(proc: Proc, wat
         text = f"some avg10=9.99 avg60=0.00 avg300=0.00 total={total_us}\nfull avg10=0.00 total=0\n"
         write(proc.root / "pressure" / kind, text)
 
-    for kind in ("cpu", "io", "memory"):
+    for kind in ("io", "memory"):
         pressure(kind, 1_000_000)
     watch.read()
     proc.now_s += 10
-    for kind, total_us in (("cpu", 6_000_000), ("io", 2_000_000), ("memory", 4_000_000)):
+    for kind, total_us in (("io", 2_000_000), ("memory", 4_000_000)):
         pressure(kind, total_us)
     watch.read()
     activity = watch.activity()
-    assert activity.cpu_pressure == pytest.approx(0.5)
     assert activity.io_pressure == pytest.approx(0.1)
     assert activity.memory_pressure == pytest.approx(0.3)
 
