@@ -7,9 +7,9 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import psutil
 import pynvml
 
 _MIB = 1024 * 1024
@@ -39,7 +39,6 @@ has set a lower clock) is for ``telemetry.health``.
 NEIGHBOUR = "process "  # beginning of the series of another process on the GPU; its identifier follows
 _NOT_TOLD = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_FUNCTION_NOT_FOUND, pynvml.NVML_ERROR_NO_PERMISSION)
 
-_GENERATIONS = 4  # from a process to its parents: workers, and what they start
 _NO_SUCH_LINK = (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_INVALID_ARGUMENT)
 
 
@@ -180,15 +179,20 @@ class _Reasons(MetricSource):
         return (Value(reading, 100.0 if reasons & _REASONS[reading] else 0.0) for reading in self.readings)
 
 
-class _MaxClock(MetricSource):
-    """The highest clock that the device can have: asked once, since it does not change."""
+class _Once(MetricSource):
+    """What does not change."""
 
-    _mhz: float | None = None
+    def pause_after(self, interval_s: float) -> float:
+        """Infinite: it is read once."""
+        return math.inf
+
+
+class _MaxClock(_Once):
+    """The highest clock that the device can have."""
 
     def read(self) -> Iterator[Value | Failed]:
-        if self._mhz is None:
-            self._mhz = float(pynvml.nvmlDeviceGetMaxClockInfo(self._handles.physical, pynvml.NVML_CLOCK_SM))
-        yield Value("sm_clock_max_mhz", self._mhz)
+        mhz = pynvml.nvmlDeviceGetMaxClockInfo(self._handles.physical, pynvml.NVML_CLOCK_SM)
+        yield Value("sm_clock_max_mhz", float(mhz))
 
 
 class _Memory(MetricSource):
@@ -300,12 +304,8 @@ class _NvLink(MetricSource):
             yield Value(reading, gained_kib / 1024 / (now_s - then_s), now_s - then_s)
 
 
-class _ActiveNvLinks(MetricSource):
-    """How many NVLinks are up; 0 for a GPU without any. Links do not come and go: asked once."""
-
-    def pause_after(self, interval_s: float) -> float:
-        """Infinite: it is read once."""
-        return math.inf
+class _ActiveNvLinks(_Once):
+    """How many NVLinks are up; 0 for a GPU without any. Links do not come and go."""
 
     def read(self) -> Iterator[Value | Failed]:
         up = 0
@@ -323,14 +323,10 @@ class _ActiveNvLinks(MetricSource):
 def _is_ours(pid: int) -> bool:
     """Whether a process is this one, or was started by it."""
     own = os.getpid()
-    for _ in range(_GENERATIONS):
-        if pid == own:
-            return True
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            return False
-    return False
+    try:
+        return pid == own or own in [each.pid for each in psutil.Process(pid).parents()]
+    except psutil.Error:  # it is gone, or another container's
+        return False
 
 
 class _Neighbours(MetricSource):
