@@ -107,7 +107,7 @@ def _over(
     link: Link, ranks: int, size: int, report: RunRecord, change: what_if.WhatIf, run: what_if.Run, own_share: float
 ) -> LinkForecast:
     """The run over one kind of link; ``own_share`` is the part of a step that is its own work."""
-    batches = int(_digits(report, "accumulate_grad_batches") or 1)
+    batches = what_if.count_of(report, "accumulate_grad_batches") or 1
     own_s = [model.consumer_s * own_share for model in run.then]
     reduced = [_reduced(link, ranks, size, batches, side, own_s[side]) for side in range(3)]
     exposed = [exposed_s for exposed_s, _ in reduced]
@@ -170,15 +170,10 @@ def _step_on_one_gpu(report: RunRecord) -> float:
 
 
 def _gradient_bytes(report: RunRecord) -> int:
-    known = _digits(report, "gradient_bytes")
+    known = what_if.count_of(report, "gradient_bytes")
     if known is None:
         raise what_if.CannotSayError(
             "expected a report that says how many bytes of gradients a step has, got one that does not",
             "give --gradient-bytes: in float32, four per trained parameter",
         )
-    return int(known)
-
-
-def _digits(report: RunRecord, name: str) -> str | None:
-    text = report.environment.get(name, "")
-    return text if text.isdecimal() and len(text) < 18 and int(text) > 0 else None
+    return known

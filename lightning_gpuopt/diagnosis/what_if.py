@@ -138,16 +138,17 @@ def limit_of(model: LoaderModel, workers: int, step_s: float) -> Limit:
     return "handing_over" if 2 * model.receive_s[1] >= step_s - model.consumer_s else "order"
 
 
-def _batch_size(report: RunRecord) -> int | None:
-    text = report.environment.get("batch_size", "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
+def count_of(report: RunRecord, name: str) -> int | None:
+    """A number above zero of a run's environment; None where it is not in the report."""
+    text = report.environment.get(name, "")
+    return int(text) if text.isdecimal() and len(text) < 18 and int(text) > 0 else None
 
 
 def batch_factor(report: RunRecord, change: WhatIf) -> float:
     """Samples of a batch, after over before; CannotSayError if the report does not say what they were."""
     if change.batch_size is None:
         return 1.0
-    size = _batch_size(report)
+    size = count_of(report, "batch_size")
     if size is None:
         raise CannotSayError("expected a report that says how many samples are in a batch, got one that does not")
     return change.batch_size / size
@@ -160,7 +161,7 @@ def _settings(report: RunRecord, costs: LoaderCosts, change: WhatIf) -> dict[str
         "prefetch_factor": (change.prefetch_factor or costs.prefetch_factor or 2) if workers else None,
         "cpus": change.cpus or costs.usable_cpus,
         "decode_speedup": change.decode_speedup,
-        "batch_size": change.batch_size or _batch_size(report),
+        "batch_size": change.batch_size or count_of(report, "batch_size"),
     }
     return {name: value for name, value in known.items() if value is not None}
 

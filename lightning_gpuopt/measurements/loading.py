@@ -23,10 +23,6 @@ class QueueTimes(Summed):
     late_wait_s: float = 0.0  # those that ended with nearly all other batches ready: one late batch held up the rest
     unpinned_wait_s: float = 0.0  # those that began with unpinned results of workers, and none pinned
 
-    @property
-    def mean_ready(self) -> float | None:
-        return self.ready / self.fetches if self.fetches else None
-
 
 @dataclass(frozen=True, slots=True)
 class WorkerTimes(Summed):

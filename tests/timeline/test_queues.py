@@ -78,7 +78,7 @@ def test_a_loop_that_is_slower_than_its_loader_finds_full_queues() -> None:
     # four batches are ahead; three, two and one at the end
     times = probe.times()
     assert (times.fetches, times.empty, times.waits) == (23, 0, 0)
-    assert times.mean_ready == (20 * 4 + 3 + 2 + 1) / 23
+    assert times.ready / times.fetches == (20 * 4 + 3 + 2 + 1) / 23
 
 
 def test_a_loop_that_is_faster_waits() -> None:
@@ -172,7 +172,7 @@ def test_where_hardly_any_fetch_waits_some_stand_for_the_others(sizes: list[int]
     iterator = Filling(sizes)
     times = fetched(iterator, 8000, lambda fetch: 0.01 if fetch % 100 == 0 else 0.0)
     assert 8000 - 6 <= times.fetches <= 8000
-    assert times.mean_ready == pytest.approx(sum(sizes) / len(sizes), rel=0.1)
+    assert times.ready / times.fetches == pytest.approx(sum(sizes) / len(sizes), rel=0.1)
     assert times.empty / times.fetches == pytest.approx(sizes.count(0) / len(sizes), rel=0.1)
     assert (times.waits, times.wait_s) == (80, pytest.approx(0.8))
     assert iterator.asked < 8000 / 3

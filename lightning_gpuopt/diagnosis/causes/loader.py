@@ -215,7 +215,7 @@ def _evidence(measurement: Measurement) -> dict[str, float | str]:
         if loader.num_workers:
             found["workers_busy_percent"] = workers.busy_s / (loader.num_workers * times.wall_s) * 100
     if queues.fetches:
-        found["queue_depth"] = queues.mean_ready
+        found["queue_depth"] = queues.ready / queues.fetches
         found["queue_empty_percent"] = queues.empty / queues.fetches * 100
         found["late_batch_wait_percent"] = queues.late_wait_s / queues.wait_s * 100 if queues.wait_s else None
     if host is not None:
