@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC
 from collections import deque
 from collections.abc import Mapping
@@ -75,16 +74,7 @@ def tensors_of_flat(batch: Any) -> list[torch.Tensor] | None:
         tensors = list(batch)
     else:
         return None
-    if set(map(type, tensors)) != {torch.Tensor}:
-        return None
-    plain = (
-        all(map(_is_cpu, tensors))
-        and _DTYPES.issuperset(map(_dtype, tensors))
-        and set(map(_layout, tensors)) == {torch.strided}
-        and not any(map(_requires_grad, tensors))
-        and not any(map(torch.Tensor.is_neg, tensors))
-    )
-    return tensors if plain else None
+    return tensors if tensors and all(map(is_plain, tensors)) else None
 
 
 def is_plain(leaf: Any) -> bool:
@@ -102,6 +92,3 @@ def is_plain(leaf: Any) -> bool:
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a copy has the same strides. One to a GPU has others where not; on a CPU Lightning copies nothing."""
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-
-
-_is_cpu, _dtype, _layout, _requires_grad = map(operator.attrgetter, ("is_cpu", "dtype", "layout", "requires_grad"))

@@ -139,8 +139,7 @@ class CopyTimes:
         self._streams = streams
         self._free: list[CopyEvents] = []
         self._unread: deque[tuple[CopyEvents, bool]] = deque()
-        # copies, and seconds of them and of the waits for them: of the training loop's batches, and of all others
-        self._sums: dict[bool, list[float]] = {True: [0, 0.0, 0.0], False: [0, 0.0, 0.0]}
+        self._sums = {True: AheadCopies(), False: AheadCopies()}  # of the training loop's batches, and of all others
 
     def events(self) -> CopyEvents:
         if self._free:
@@ -157,13 +156,10 @@ class CopyTimes:
         unread = self._unread
         while unread and unread[0][0].wait_ends.query():
             events, training = unread.popleft()
-            sums = self._sums[training]
-            sums[0] += 1
-            sums[1] += events.begins.elapsed_time(events.ends) / 1e3
-            sums[2] += events.wait_begins.elapsed_time(events.wait_ends) / 1e3
+            copy_s = events.begins.elapsed_time(events.ends) / 1e3
+            self._sums[training] += AheadCopies(1, copy_s, events.wait_begins.elapsed_time(events.wait_ends) / 1e3)
             self._free.append(events)
 
     def sums(self, *, training: bool) -> AheadCopies:
         """What has been read of the training loop's batches, or else of all others."""
-        copies, copy_s, exposed_s = self._sums[training]
-        return AheadCopies(int(copies), copy_s, exposed_s)
+        return self._sums[training]
