@@ -16,8 +16,8 @@ from lightning_gpuopt.measurements.gpu import DeviceState, GpuTimes
 from lightning_gpuopt.telemetry.cuda import choose_current
 from lightning_gpuopt.telemetry.nvml_sources import NEIGHBOUR
 from lightning_gpuopt.telemetry.sampler import GpuSampler
-from lightning_gpuopt.telemetry.window import Stat
-from lightning_gpuopt.timeline.gpu_clock import Event, GpuClock
+from lightning_gpuopt.telemetry.window import Stat, merge
+from lightning_gpuopt.timeline.gpu_clock import GpuClock
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.probe import Probe
 from lightning_gpuopt.utils.cuda_events import new_event
@@ -77,12 +77,12 @@ class DeviceWatch(Probe):
     def drained(self) -> bool:
         """Whether the GPU has done all that it was given; waits for that for a few seconds at most."""
         try:
-            event: Event = new_event()
+            event: Any = new_event()
             event.record()
             deadline_s = self._seconds_now() + _CATCH_UP_S
             while not event.query() and self._seconds_now() < deadline_s:
                 time.sleep(_POLL_S)
-            return event.query()
+            return bool(event.query())
         except RuntimeError:  # a device that has failed waits for nothing
             return True
 
@@ -118,15 +118,13 @@ class DeviceWatch(Probe):
         """End NVML's window; returns the GPU's utilization in it, 0-100 %."""
         self._take_notices()
         window = self._window_of(self._sampler.cut)
-        for reading, stat in window.items():
-            self._stats[reading] = self._stats[reading].merged(stat) if reading in self._stats else stat
+        merge(self._stats, window)
         return window["utilization"].mean if "utilization" in window else None
 
     def state(self) -> DeviceState:
         """What NVML reported since the last restart, the window under way included."""
         stats = dict(self._stats)
-        for reading, stat in self._window_of(self._sampler.peek).items():
-            stats[reading] = stats[reading].merged(stat) if reading in stats else stat
+        merge(stats, self._window_of(self._sampler.peek))
 
         def mean(reading: str) -> float | None:
             return stats[reading].mean if reading in stats else None

@@ -14,7 +14,6 @@ from lightning_gpuopt.compat.lightning import Callback, LightningModule, Trainer
 from lightning_gpuopt.detector.metric_sync import TimedReduce
 from lightning_gpuopt.detector.rank_watch import is_sharded
 from lightning_gpuopt.measurements.phases import SIGNAL_BROADCAST
-from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.phases import Timeline
 from lightning_gpuopt.timeline.profiler import TimelineProfiler
@@ -123,12 +122,16 @@ class Instrumentation:
             lightning.is_plain_hook(each, hook) or hook in getattr(each, "idle_hooks", ()) for each in named
         )
 
-    def _nvtx_ranges(self) -> NvtxRanges | None:
+    def _nvtx_ranges(self) -> Any:
+        """What marks the phases for Nsight; None if this torch cannot."""
+        ranges: Any = torch.cuda.nvtx
         try:
-            return NvtxRanges()
+            ranges.range_push("lightning_gpuopt")  # without NVTX it fails here, and not in training
+            ranges.range_pop()
         except RuntimeError:
             self.notes.append("No NVTX ranges: this torch is built without CUDA.")
             return None
+        return ranges
 
     def _shadow(self, owner: Any, name: str, replacement: Any) -> Callable[[], None]:
         try:

@@ -14,7 +14,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Final
+
+from torch.cuda import Event
 
 from lightning_gpuopt.measurements.gpu import GpuTimes
 from lightning_gpuopt.measurements.phases import PHASES, SIGNAL_BROADCAST
@@ -35,19 +37,6 @@ _PAUSED_NS: Final = 1_000_000  # a host that was stopped for so long in a step m
 _HOST, _COPY, _STEP, _STEP_PART, _FORWARD, _BROADCAST, _VALIDATION, _CUT = range(8)
 """What lies between two events: what hooks have queued, if anything; the batch's copy; the step's own work (to its end,
 or a part of it); Lightning's broadcast; validation; the part of a hook before it waits for the GPU."""
-
-
-class Event(Protocol):
-    """What we use of ``torch.cuda.Event(enable_timing=True)``."""
-
-    def record(self) -> None:
-        """Put the event on the current stream."""
-
-    def query(self) -> bool:
-        """Whether the GPU has passed it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to ``end``."""
 
 
 _CUTS: Final = 16  # waits between two steps at which an event is recorded: a hook may read a thousand values
@@ -181,7 +170,7 @@ class GpuClock(StepObserver):
         """Take the oldest events that the GPU has passed."""
         unread = self._unread
         for _ in range(min(most, len(unread))):
-            if not unread[0][1].query():  # each one: the program may have changed streams
+            if not unread[0][1].query():  # type: ignore[no-untyped-call]  # each one: the program may have changed streams
                 return
             self._take(*unread.popleft())
         if self._paused and not unread:  # what came after the last one is not known

@@ -21,7 +21,6 @@ from lightning_gpuopt.measurements.phases import (
     PhaseTimes,
 )
 from lightning_gpuopt.timeline.actions import COPY_AHEAD, WAIT_FOR_COPY, phase_of
-from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.slot_clock import SlotClock
 from lightning_gpuopt.timeline.spans import (
@@ -70,7 +69,8 @@ class Timeline(SlotClock):
     names for people. ``silent`` tells an action that does nothing, such as a hook that nobody has overridden: its time
     stays with the action around it, which costs less than to measure it. ``detailed`` keeps the order in which the host
     did things, and calls the observer around long hooks as well, for a GPU's clock, which reads :meth:`take_host_work`.
-    ``ranges`` marks what is open, for a tool that looks from outside; what is still open is closed by :meth:`stop`.
+    ``ranges``, as ``torch.cuda.nvtx``, marks what is open, for a tool that looks from outside; :meth:`stop` closes what
+    is still open.
     """
 
     __slots__ = ("_callback_names", "_phase_of_callback", "_silent", "_started_ns", "_stopped_ns", "steps")
@@ -84,7 +84,7 @@ class Timeline(SlotClock):
         observer: StepObserver | None = None,
         silent: Callable[[str], bool] = lambda action: False,
         detailed: bool = False,
-        ranges: NvtxRanges | None = None,
+        ranges: Any = None,
         clock_ns: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         super().__init__(observer or StepObserver(), ranges, clock_ns, detailed=detailed)
@@ -106,7 +106,7 @@ class Timeline(SlotClock):
         if self.thread:
             if self._ranges is not None and self.thread == get_ident():  # whose they are
                 for _ in self._open:
-                    self._ranges.pop()
+                    self._ranges.range_pop()
             self._stopped_ns = self.clock_ns()
             self._ns[self._current] += self._stopped_ns - self.last_ns
             self.thread = 0

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Final
 
 from lightning_gpuopt.measurements.phases import BETWEEN_STEPS, FIRST_FETCH, PHASES, SIGNAL_BROADCAST
-from lightning_gpuopt.timeline.nvtx import NvtxRanges
 from lightning_gpuopt.timeline.observer import StepObserver
 from lightning_gpuopt.timeline.pause_slots import PauseSlots
 
@@ -33,9 +32,7 @@ class SlotClock:
         *("shown", "slots_between_steps", "thread"),
     )
 
-    def __init__(
-        self, observer: StepObserver, ranges: NvtxRanges | None, clock_ns: Callable[[], int], *, detailed: bool
-    ) -> None:
+    def __init__(self, observer: StepObserver, ranges: Any, clock_ns: Callable[[], int], *, detailed: bool) -> None:
         self.clock_ns = clock_ns
         self._observer = observer
         self._host_work: list[int] | None = [] if detailed else None
@@ -101,11 +98,11 @@ class SlotClock:
         if self._host_work is not None:
             self._host_work += (before, now)
         if self._ranges is not None:
-            self._ranges.push(self.name_of(self._current))
+            self._ranges.range_push(self.name_of(self._current))
 
     def _span_ends(self, slot: int, now: int) -> None:
         if self._ranges is not None:
-            self._ranges.pop()
+            self._ranges.range_pop()
         if self._host_work is not None:
             self._host_work += (slot, now)
 
@@ -113,8 +110,8 @@ class SlotClock:
         """Let the open span go on in another slot."""
         self._current = self.shown[0] = slot
         if self._ranges is not None:
-            self._ranges.pop()
-            self._ranges.push(self.name_of(slot))
+            self._ranges.range_pop()
+            self._ranges.range_push(self.name_of(slot))
 
     def _new_slot(self) -> int:
         self._ns.append(0)

@@ -53,11 +53,11 @@ class Marks:
         self.open: list[str] = []
         self.seen: list[str] = []
 
-    def push(self, name: str) -> None:
+    def range_push(self, name: str) -> None:
         self.open.append(name)
         self.seen.append(name)
 
-    def pop(self) -> None:
+    def range_pop(self) -> None:
         self.open.pop()
 
 
