@@ -139,7 +139,7 @@ def limit_of(model: LoaderModel, workers: int, step_s: float) -> Limit:
 
 
 def count_of(report: RunRecord, name: str) -> int | None:
-    """A number above zero of a run's environment; None where it is not in the report."""
+    """A number above zero of a run's environment; None if it is not in the report."""
     text = report.environment.get(name, "")
     return int(text) if text.isdecimal() and len(text) < 18 and int(text) > 0 else None
 

@@ -192,7 +192,7 @@ def _idle_s(file: str) -> float | None:
 
 
 def held_by_this_process() -> dict[str, float]:
-    """What this process holds: resident memory in MiB, open files, threads. Empty where it cannot be read.
+    """What this process holds: resident memory in MiB, open files, threads. Empty if it cannot be read.
 
     Costs some 60 µs, and more with thousands of open files.
     """
