@@ -101,14 +101,10 @@ class DestinationSet:
             elif not self._idle[number]:
                 later = True  # dropped, or allocated, since the set was put to rest
             given.append(here.tensor())
-        self._let_side_write(later=later)
-        return given
-
-    def _let_side_write(self, *, later: bool) -> None:
-        """The side stream goes on when the compute stream is done with this memory, also with ``later`` work on it."""
-        if later:
+        if later:  # the compute stream has had work on this memory since the event
             self._streams.record(self._free)
         self._streams.side_waits(self._free)
+        return given
 
 
 class DestinationRing:

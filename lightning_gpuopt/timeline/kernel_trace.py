@@ -122,8 +122,7 @@ class ProfilerLook:
         if not steps:
             raise CannotLookError("the GPU ran none of the recorded steps meanwhile: the host is too far ahead of it")
         try:
-            trace, shift_s = self._trace_of(profiler)
-            records = records_of(trace, torch.cuda.current_device(), shift_s)
+            records = records_of(self._trace_of(profiler), torch.cuda.current_device(), self._shift_s)
             look = look_of(records, steps, self._modules.at if self._modules is not None else None)
         except CannotLookError:
             raise
@@ -143,8 +142,8 @@ class ProfilerLook:
         """Take the hooks away, and leave the profiler as it is: to stop it would wait for the GPU."""
         self._drop()
 
-    def _trace_of(self, profiler: Any) -> tuple[dict[str, Any], float]:
-        """A profiler's trace, and what to add to its seconds for those of ``time.perf_counter``."""
+    def _trace_of(self, profiler: Any) -> dict[str, Any]:
+        """A profiler's trace; CannotLookError if it is too large, or its times are not to be trusted."""
         if abs(_shift_s() - self._shift_s) > _CLOCK_SET_S:
             raise CannotLookError("the system's clock was changed meanwhile")
         with tempfile.TemporaryDirectory(prefix="lightning-gpuopt-") as folder:
@@ -155,7 +154,7 @@ class ProfilerLook:
                 raise CannotLookError(f"the record of these steps has {mib:.0f} MiB, too much to read")
             with _no_collection():
                 trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-        return trace, self._shift_s
+        return trace
 
     def _drop(self) -> Any:
         """Take the hooks away; returns the profiler, which is nobody's from here on."""
