@@ -179,20 +179,15 @@ class _Reasons(MetricSource):
         return (Value(reading, 100.0 if reasons & _REASONS[reading] else 0.0) for reading in self.readings)
 
 
-class _Once(MetricSource):
-    """What does not change."""
+class _MaxClock(MetricSource):
+    """The highest clock that the device can have: asked once, since it does not change, and given each time."""
 
-    def pause_after(self, interval_s: float) -> float:
-        """Infinite: it is read once."""
-        return math.inf
-
-
-class _MaxClock(_Once):
-    """The highest clock that the device can have."""
+    _mhz: float | None = None
 
     def read(self) -> Iterator[Value | Failed]:
-        mhz = pynvml.nvmlDeviceGetMaxClockInfo(self._handles.physical, pynvml.NVML_CLOCK_SM)
-        yield Value("sm_clock_max_mhz", float(mhz))
+        if self._mhz is None:
+            self._mhz = float(pynvml.nvmlDeviceGetMaxClockInfo(self._handles.physical, pynvml.NVML_CLOCK_SM))
+        yield Value("sm_clock_max_mhz", self._mhz)
 
 
 class _Memory(MetricSource):
@@ -304,8 +299,12 @@ class _NvLink(MetricSource):
             yield Value(reading, gained_kib / 1024 / (now_s - then_s), now_s - then_s)
 
 
-class _ActiveNvLinks(_Once):
-    """How many NVLinks are up; 0 for a GPU without any. Links do not come and go."""
+class _ActiveNvLinks(MetricSource):
+    """How many NVLinks are up; 0 for a GPU without any. Links do not come and go: asked once."""
+
+    def pause_after(self, interval_s: float) -> float:
+        """Infinite: it is read once."""
+        return math.inf
 
     def read(self) -> Iterator[Value | Failed]:
         up = 0
