@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_gpuopt.compat import lightning
 from lightning_gpuopt.compat.lightning import LightningDataModule, MisconfigurationException, Trainer, rank_zero_warn
-from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.order import Order, why_other_order
 from lightning_gpuopt.loading.sampler import ElasticSampler
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
@@ -237,17 +237,8 @@ class ResumableDataModule(LightningDataModule):
             self._resume = None
             return
         self._resume_of = self.trainer
-        changed = [
-            f"{name} was {state.get(name)!r} and is {now!r}"
-            for name, now in self._what_makes(sampler.order).items()
-            if state.get(name) != now
-        ]
-        if changed:
-            rank_zero_warn(
-                f"{type(self).__name__}: the checkpoint was saved with other data or another order "
-                f"({'; '.join(changed)}): the epoch continues after the same number of samples, but some may come "
-                "twice and others not at all"
-            )
+        if (why := why_other_order(state, self._what_makes(sampler.order))) is not None:
+            rank_zero_warn(f"{type(self).__name__}: the checkpoint was saved {why}")
         consumed = min(int(state["consumed"]), sampler.order.num_samples)
         sampler.resume(int(state["epoch"]), consumed, int(state["batches"]))
 

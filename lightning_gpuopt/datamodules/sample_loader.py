@@ -28,7 +28,7 @@ from lightning_gpuopt.compat.lightning import (
 from lightning_gpuopt.datamodules.auto_workers import settle_workers
 from lightning_gpuopt.loading.elastic_loader import ElasticLoader, Reading, timed_as
 from lightning_gpuopt.loading.engine.engine import MAX_AHEAD_BYTES
-from lightning_gpuopt.loading.order import Order
+from lightning_gpuopt.loading.order import Order, why_other_order
 from lightning_gpuopt.loading.sampler import ElasticBatchSampler, ElasticSampler, PlacedBatches, epoch_of_rank
 from lightning_gpuopt.loading.samples import SkippedSamples
 from lightning_gpuopt.telemetry.host import usable_cpus
@@ -215,17 +215,8 @@ class SampleLoader(ElasticLoader):
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a position: the next iteration begins with the first sample that was not taken."""
-        now = self._order()
-        changed = [
-            f"{name} was {state_dict.get(name)!r} and is {now[name]!r}"
-            for name in now
-            if state_dict.get(name) != now[name]
-        ]
-        if changed:
-            rank_zero_warn(
-                f"SampleLoader: the state was saved with other data or another order ({'; '.join(changed)}): the epoch "
-                "continues after the same number of samples, but some may come twice and others not at all"
-            )
+        if (why := why_other_order(state_dict, self._order())) is not None:
+            rank_zero_warn(f"SampleLoader: the state was saved {why}")
         self._running, self._yielded = None, 0
         epoch, batches = int(state_dict["epoch"]), int(state_dict["batches"])
         if (sampler := self._sampler) is None:

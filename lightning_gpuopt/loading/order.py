@@ -7,7 +7,7 @@ its middle, takes no memory, and is the same on every machine and with every ver
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -148,3 +148,14 @@ def _cumulate(weights: np.ndarray[Any, Any] | Sequence[float], num_samples: int)
     if not np.isfinite(values).all() or (values < 0).any() or not values.any():
         raise ValueError("weights must be finite, none negative, and not all zero")
     return np.cumsum(values)
+
+
+def why_other_order(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """How what makes an order differs from what a position was saved with, after "was saved"; None: in nothing."""
+    changed = [f"{name} was {saved.get(name)!r} and is {now[name]!r}" for name in now if saved.get(name) != now[name]]
+    if not changed:
+        return None
+    return (
+        f"with other data or another order ({'; '.join(changed)}): the epoch continues after the same number of "
+        "samples, but some may come twice and others not at all"
+    )

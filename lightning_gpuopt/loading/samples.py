@@ -9,6 +9,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,7 @@ class EpochSamples(Dataset[Any]):
         if self.crops is not None:
             self.crops.begin(mix(self.seed, epoch, position))
         if self.seeds:
-            seed_all(mix(self.seed, epoch, position, _SAMPLE))
+            seed_all(mix(_key_of(self.seed, epoch, _SAMPLE), position))
         try:
             return self.dataset[index]
         except Exception as error:
@@ -130,6 +131,8 @@ def none_of(count: int, last: Skipped) -> CorruptSampleError:
 
 
 _SAMPLE, _COLLATION = 1, 2
+
+_key_of = lru_cache(mix)  # of an epoch: to compute it for each sample takes longer than to read a row of a table
 
 
 def seed_all(key: int) -> None:

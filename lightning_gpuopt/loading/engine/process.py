@@ -120,9 +120,10 @@ class LoaderProcess:
         return read
 
     def _finish_first(self, read: list[Any]) -> None:
+        place = self.places(int(self.control.slots[0, 4]))[1]
         for row, sample in enumerate(read):
             try:
-                self.put(0, row, sample)
+                self.put(0, row, sample, place)
             except Exception as error:
                 self._refuse(0, row, 1, error)
         if self.control.is_done(0, 0):
@@ -172,17 +173,12 @@ class LoaderProcess:
     def _say_done(self, sequence: int) -> None:
         os.write(self.done.fd, DONE.pack(sequence))
 
-    def put(self, slot: int, row: int, sample: Any) -> None:
-        if isinstance(sample, Skipped):
-            self._send(slot, row, sample)
-            self.control.set_state(slot, row, 1, SKIPPED)
-            return
-        _, place = self.places(int(self.control.slots[slot, 4]))
-        if place(sample, row):
+    def put(self, slot: int, row: int, sample: Any, place: Placer) -> None:
+        if not isinstance(sample, Skipped) and place(sample, row):
             self.control.set_state(slot, row, 1, PLACED)
-        else:
-            self._send(slot, row, sample)
-            self.control.set_state(slot, row, 1, ASIDE)
+            return
+        self._send(slot, row, sample)
+        self.control.set_state(slot, row, 1, SKIPPED if isinstance(sample, Skipped) else ASIDE)
 
     def places(self, block: int) -> tuple[list[Array], Placer]:
         """The columns of a block, and what puts a sample there."""
@@ -231,11 +227,12 @@ class _Rows:
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         process, slot, row = self._process, self.slot, self.first
-        _, count, epoch, first, *_ = process.control.slots[slot].tolist()
+        _, count, epoch, first, block, *_ = process.control.slots[slot].tolist()
         if row == 0:
             process.samples.read_ahead(process.control.indices[slot, :count].tolist())
+        place = process.places(block)[1]
         for index in each_of(indices):
-            process.put(slot, row, process.samples.read(index, epoch, first + row))
+            process.put(slot, row, process.samples.read(index, epoch, first + row), place)
             row += 1
 
 
