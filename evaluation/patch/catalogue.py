@@ -336,6 +336,17 @@ SCRIPTS: Final[dict[str, Script]] = {
                      files={"env/lib/site-packages/made.py": HEAD.replace("from common import *\n", "")
                             + "def make(data):\n    return DataLoader(data, num_workers=0)\n"}),
     "changed_dict": _trap('CONFIG = {"num_workers": 8}\nCONFIG.update(dict(num_workers=0))\nfit(DataLoader(Data(), **CONFIG))\n', "train.py"),
+    "made_after_fit": _trap("def make(data):\n    return DataLoader(data, num_workers=0)\n\nfit(make(Data()))\ntest = make(Data())\n",
+                            "other loaders as well"),
+    "made_after_fit_by_a_table": _trap("def make(data):\n    return DataLoader(data, num_workers=0)\n\nMAKE = {'loader': make}\n"
+                                       "fit(MAKE['loader'](Data()))\ntest = MAKE['loader'](Data())\n", "other loaders as well"),
+    "override_file": _trap("workers = 0\nexec(open('override.py').read())\nfit(DataLoader(Data(), num_workers=workers))\n", "`exec`",
+                           files={"override.py": "workers = 0\n"}),
+    "given_to_a_dataclass": _trap("from dataclasses import dataclass\n@dataclass\nclass Config:\n    workers: int = 0\n"
+                                  "    def loader(self):\n        return DataLoader(Data(), num_workers=self.workers)\n\n"
+                                  "fit(Config(workers=0).loader())\n", "may give"),
+    "spread_for_another": _trap("KW = {'num_workers': 0}\nother = {**KW, 'batch_size': 2}\n"
+                                "fit(DataLoader(Data(), num_workers=KW['num_workers']))\n", "other places"),
     "starred": _trap("given = [Data(), 4, True, None, None, 0]\nfit(DataLoader(*given))\n", "come out of a *"),
     "anchored_yaml": _trap(
         'import yaml\ncfg = yaml.safe_load(open("config.yaml"))\nfit(DataLoader(Data(), num_workers=cfg["workers"]))\n', "anchors",

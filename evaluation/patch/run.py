@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import json
 import os
@@ -127,4 +128,6 @@ def _be_the_script(script: Script, tree: Path, log: Path, environment: dict[str,
     if VARIABLE in environment:  # what torch does when it is imported
         sys.path.append(str(PYTHON_PATH))
         importlib.import_module("lightning_gpuopt_watch").note_loaders()
+    atexit._clear()  # this is a fork: what its parent has registered is the parent's
     runpy.run_path(str(tree / "train.py"), run_name="__main__")
+    atexit._run_exitfuncs()

@@ -115,7 +115,8 @@ def _is_proved(path: Path, patch: Patch) -> bool:
 
 def _apply(patch: Patch) -> None:
     """Write into files that git knows, has no changes of, and that may be written; into all or none."""
-    for file in patch.files:
+    targets = {file.resolve(): data for file, data in patch.files.items()}
+    for file in targets:
         known = ["git", "-C", str(file.parent), "ls-files", "--error-unmatch", file.name]
         changed = ["git", "-C", str(file.parent), "status", "--porcelain", "--", file.name]
         try:
@@ -129,12 +130,12 @@ def _apply(patch: Patch) -> None:
             raise UsageError(f"--apply: expected {file} without changes, got some; commit them first")
         if not os.access(file, os.W_OK):
             raise UsageError(f"--apply: expected {file} to be writable, got a read-only file; make it writable")
-    written = {file: file.with_name(f".{file.name}.gpuopt") for file in patch.files}
+    written = {file: file.with_name(f".{file.name}.gpuopt") for file in targets}
     try:
-        for file, data in patch.files.items():
+        for file, data in targets.items():
             shutil.copymode(file, _written(written[file], data))
         for file, new in written.items():
-            new.replace(file.resolve())
+            new.replace(file)
             print(f"Applied: {file}")
     except OSError as error:
         raise UsageError(

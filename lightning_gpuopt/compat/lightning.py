@@ -14,6 +14,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 # `lightning` and `pytorch_lightning` are the same code under two names, whose classes do not know one another. Speak
@@ -274,9 +275,26 @@ def trainer_that_asks() -> Trainer | None:
     Found by the calls of ``_FitLoop.on_save_checkpoint`` and ``_FitLoop._load_combined_loader_states``; without them a
     batch in the middle of its step counts as taken, and an epoch of another length as long as before.
     """
-    frame = sys._getframe(1)
+    return _trainer_in(sys._getframe(1), "on_save_checkpoint", "_load_combined_loader_states")
+
+
+def epoch_that_begins() -> tuple[int, bool] | None:
+    """The epoch for which a fit makes a loader's first iterator, before it says which; and whether one before is over.
+
+    None: no fit does. Found by the call of ``_FitLoop.setup_data``; of a checkpoint of an epoch's last batch the loop
+    takes in only after it that the epoch was over.
+    """
+    trainer = _trainer_in(sys._getframe(1), "setup_data")
+    if trainer is None:
+        return None
+    progress: Any = trainer.fit_loop.epoch_progress.current
+    is_over = bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+    return int(progress.processed) + int(is_over and progress.ready > progress.processed), is_over
+
+
+def _trainer_in(frame: FrameType, *calls: str) -> Trainer | None:
     for _ in range(_CALLS_FROM_LOOP):
-        if frame.f_code.co_name in ("on_save_checkpoint", "_load_combined_loader_states"):
+        if frame.f_code.co_name in calls:
             loop = frame.f_locals.get("self")
             if hasattr(loop, "epoch_loop"):
                 return loop.trainer  # type: ignore[no-any-return, union-attr]

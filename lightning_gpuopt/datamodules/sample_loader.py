@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_gpuopt.compat.dataloader import copy_of
 from lightning_gpuopt.compat.lightning import (
     Trainer,
+    epoch_that_begins,
     leave_finished_epoch,
     processed_batches,
     rank_zero_info,
@@ -82,7 +83,7 @@ class SampleLoader(ElasticLoader):
         self,
         dataset: Dataset[Any],
         batch_size: int = 1,
-        shuffle: bool = False,
+        shuffle: bool | None = False,
         sampler: Sampler[Any] | Iterable[Any] | None = None,
         batch_sampler: Sampler[Sequence[Any]] | Iterable[Sequence[Any]] | None = None,
         num_workers: int | Literal["auto"] = "auto",
@@ -106,9 +107,12 @@ class SampleLoader(ElasticLoader):
         skipped = SkippedSamples(Path("gpuopt", "skipped.csv")) if on_corrupt == "skip" else None
         own = None if untimed(collate_fn) in (None, default_collate) else collate_fn
         self._reading = Reading.of(dataset, seed=self.seed, skipped=skipped, collate_fn=own, memory_format="contiguous")
-        is_ours = sampler is None and batch_sampler is None
+        shuffle, is_ours = (
+            bool(shuffle is not None and flag("shuffle", shuffle)),
+            sampler is None and batch_sampler is None,
+        )
         if is_ours:
-            order = Order(len(dataset), self.seed, flag("shuffle", shuffle))  # type: ignore[arg-type]
+            order = Order(len(dataset), self.seed, shuffle)  # type: ignore[arg-type]
             batches = ElasticBatchSampler(ElasticSampler(order, batch_size, drop_last=drop_last), batch_size, drop_last)
             given: dict[str, Any] = {"batch_sampler": batches}
         elif batch_sampler is not None:
@@ -173,6 +177,11 @@ class SampleLoader(ElasticLoader):
                 f"SampleLoader: {len(self.dataset)} samples on {sampler.num_replicas} ranks: "  # type: ignore[arg-type]
                 f"{sampler.padding} go to more than one rank, so that all ranks have equally many batches"
             )
+        if sampler is not None and (begins := epoch_that_begins()) is not None:
+            is_resumed = sampler.epoch_now is not None and sampler.epoch_now() is not None
+            epoch, is_next = begins
+            if is_next or not is_resumed:  # else it goes on in the epoch of its state
+                sampler.epoch = epoch
         self._before, self._resumes = self._before if self._resumes else 0, False
         self._running, self._yielded = None, 0
         iterator = super().__iter__()
@@ -210,7 +219,8 @@ class SampleLoader(ElasticLoader):
 
     def _order(self) -> dict[str, Any]:
         shuffle = None if (sampler := self._sampler) is None else sampler.shuffle
-        return {"num_samples": len(self.dataset), "seed": self.seed, "shuffle": shuffle}  # type: ignore[arg-type]
+        number = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        return {"num_samples": number, "seed": self.seed, "shuffle": shuffle}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -220,7 +230,10 @@ class SampleLoader(ElasticLoader):
         self._running, self._yielded = None, 0
         epoch, batches = int(state_dict["epoch"]), int(state_dict["batches"])
         if (sampler := self._sampler) is None:
-            is_over = batches >= len(self)
+            try:
+                is_over = batches >= len(self)
+            except TypeError:  # a sampler without an end
+                is_over = False
             self.epochs, self._before, self._resumes = (epoch, 0, False) if is_over else (epoch - 1, batches, True)
             return
         consumed = min(int(state_dict.get("consumed", 0)), sampler.order.num_samples)

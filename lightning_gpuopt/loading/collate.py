@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Literal
@@ -99,6 +100,8 @@ def _stacked(tensors: list[Any]) -> torch.Tensor:
     waits for each: tens of milliseconds where a core is busy.
     """
     first = tensors[0]
+    if getattr(thread, "collates_as_worker", False) and any(each.dtype != first.dtype for each in tensors):
+        return torch.stack(tensors, 0, out=torch.empty((len(tensors), *first.shape), dtype=first.dtype))
     small = len(tensors) * first.numel() < _PARALLEL_FROM
     if small or get_worker_info() is not None or not all(_like(t, first) for t in tensors):
         stacked: torch.Tensor = default_collate_fn_map[torch.Tensor](tensors)
@@ -108,6 +111,9 @@ def _stacked(tensors: list[Any]) -> torch.Tensor:
     np.stack([t.view(words).numpy() for t in tensors], out=out.view(words).numpy())
     return out
 
+
+# of threads that stand in for a worker: a worker stacks into memory of its first tensor's dtype, others promote
+thread = threading.local()
 
 # elements from which on torch copies in several threads (its ``at::internal::GRAIN_SIZE``)
 _PARALLEL_FROM: Final = 1 << 15

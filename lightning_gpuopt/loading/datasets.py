@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, Subset
 
 Decoder: TypeAlias = Callable[..., Any]
@@ -97,7 +98,8 @@ def duplicate(dataset: Any) -> Any:
 
 def gathered(dataset: Any) -> Any:
     """What takes whole batches from a dataset, or None; subclasses that change what a sample is are not gathered."""
-    if not _is_plain(dataset) or not all(offers(leaf, "gather") for leaf in leaves(dataset)):
+    is_ours = all(offers(leaf, "gather") and not isinstance(leaf, torch.Tensor) for leaf in leaves(dataset))
+    if not _is_plain(dataset) or not is_ours:
         return None
     datasets, indices = _flat(dataset)
     if not datasets or any(type(each) is not type(datasets[0]) for each in datasets):

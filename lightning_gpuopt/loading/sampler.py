@@ -99,6 +99,7 @@ class ElasticSampler(DistributedSampler[int]):
         self._start = (0, 0, 0)  # epoch, samples consumed in it, steps that took them
         self._is_set = False  # whether somebody says which epoch it is
         self._has_begun = False  # whether an iteration of the epoch has begun
+        self._ended: int | None = None  # the epoch of the last iteration that came to its end
 
     def set_epoch(self, epoch: int) -> None:
         # Lightning counts an epoch that max_steps cut short as done, and yet goes on in it after a resume.
@@ -118,12 +119,14 @@ class ElasticSampler(DistributedSampler[int]):
         self.iterated_epoch = epoch
         left = self._num_steps(self.order.num_samples - consumed)
         self.epoch = epoch if left else epoch + 1
-        self._has_begun = False
+        self._has_begun, self._ended = False, None
 
     def begin(self) -> int:
         """An iteration begins; returns its epoch."""
         if self._has_begun and not self._is_set:
             self.epoch += 1
+        if self._ended == self.epoch == self._start[0]:  # in a cycle: what was left of it has come
+            self._start = (0, 0, 0)
         self._has_begun = True
         self.iterated_epoch = self.epoch
         return self.epoch
@@ -188,7 +191,11 @@ class ElasticSampler(DistributedSampler[int]):
 
     def batches(self) -> Iterator[BatchIndices]:
         """This rank's batches, from where the epoch begins to its end."""
-        return self.batches_of(self.begin())
+        return self._to_its_end(self.begin())
+
+    def _to_its_end(self, epoch: int) -> Iterator[BatchIndices]:
+        yield from self.batches_of(epoch)
+        self._ended = epoch
 
     def batches_of(self, epoch: int) -> Iterator[BatchIndices]:
         """The same of any epoch, which does not become the one that is iterated."""

@@ -78,7 +78,7 @@ class EpochSamples(Dataset[Any]):
                 if not isinstance(sample, Skipped):
                     samples.append(sample)
                     self.given.append(index)
-        if not samples:
+        if not samples and len(indices):
             raise none_of(len(indices), sample)
         self.collation_key = mix(self.seed, epoch, first, _COLLATION)
         return samples

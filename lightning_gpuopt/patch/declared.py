@@ -75,6 +75,9 @@ def default_of(code: RunCode, file: SourceFile, call: ast.Call, value: Any) -> a
     default = next((each.value for each in call.keywords if each.arg == "default"), None)
     if any(_is_given(argument, flags) for argument in code.arguments):
         raise Refusal(f"the default at {file.at(call)} is overridden on the command line: give {add} there")
+    kind = next((each.value for each in call.keywords if each.arg == "type"), None)
+    if kind is not None and last_name(kind) not in ("int", "float", "str"):
+        raise Refusal(f"the option at {file.at(call)} has a type of its own: add {add} to the command line")
     if default is None or not flags or any(each.arg == "action" for each in call.keywords):
         raise Refusal(
             f"the option at {file.at(call)} has no default that is written there: add {add} to the command line"
@@ -90,7 +93,8 @@ def _is_given(argument: str, flags: Sequence[str]) -> bool:
     for flag in flags:
         if flag.startswith("--") and len(name) > 2 and flag.startswith(name):
             return True
-        if not flag.startswith("--") and not argument.startswith("--") and argument.startswith(flag):
+        combined = argument.startswith("-") and not argument.startswith("--") and flag[1:2] in argument[1:]
+        if not flag.startswith("--") and combined:
             return True
     return False
 
@@ -120,6 +124,8 @@ def opened(code: RunCode, file: SourceFile, call: ast.Call) -> Path:
     ):
         return Path(file.name).parent / str(name[0])
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if not Path(node.value).is_absolute() and any(last_name(each) == "chdir" for each in file.nodes):
+            raise Refusal(f"which file is read at {file.at(call)} depends on the folder, which the program changes")
         return Path(code.folder) / node.value
     raise Refusal(f"which file is read at {file.at(call)} is computed")
 
@@ -143,7 +149,10 @@ def in_yaml(code: RunCode, files: Sequence[Path], paths: Sequence[tuple[str, ...
         raise Refusal(f"{file.name} was not there when the run began, or has anchors or references")
     start, end = node.start_mark, node.end_mark
     raw = text[start.index : end.index]
-    read = safe_load(raw)
+    try:
+        read = safe_load(raw)
+    except YAMLError:
+        raise Refusal(f"{raw} at {file.name}:{start.line + 1} is no plain value") from None
     if read != now or type(read) is not type(now):
         raise Refusal(f"{raw} is written at {file.name}:{start.line + 1}, and the run has used {now!r}")
     written = {True: "true", False: "false"}.get(value, str(value)) if isinstance(value, bool) else str(value)
@@ -181,7 +190,8 @@ def of_lightning_cli(code: RunCode, bases: Sequence[str], key: str, now: Any, va
         for before, each in zip(["", *arguments], arguments, strict=False)
         if before in ("--config", "-c") or each.startswith("--config=")
     ]
-    if not configs or any(each.partition("=")[0] == f"--{group}" and ".y" in each for each in arguments):
+    whole = [f"{each}={value}" for each, value in zip(arguments, [*arguments[1:], ""], strict=True)] + [*arguments]
+    if not configs or any(each.startswith(f"--{group}=") and re.search(r"[{]|[.](ya?ml|json)", each) for each in whole):
         raise Refusal(add)
     paths = [(*front, group, *inner, key) for front in ((), ("fit",)) for inner in ((), ("init_args",))]
     try:

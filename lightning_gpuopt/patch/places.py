@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from lightning_gpuopt.patch import declared
+from lightning_gpuopt.patch import declared, guards
 from lightning_gpuopt.patch.expressions import (
     DEFAULTS,
     POSITIONAL,
@@ -65,13 +65,13 @@ class Places:
     """Finds the places of one run."""
 
     def __init__(self, code: RunCode, sources: Sources) -> None:
-        self._code, self._sources = code, sources
+        self._code, self.sources = code, sources
         self._begin("", None, None)
 
     def _begin(self, name: str, now: Any, value: Any) -> None:
         self._name, self._now, self._value = name, now, value
         self._is_text = False  # the literal may be a string that int() reads
-        self._reads = Reads(self._sources)
+        self._reads = Reads(self.sources)
         self._passed: list[CallSite] = []  # the calls through which the value has come
         self._hops = 0
 
@@ -86,6 +86,9 @@ class Places:
         except (_Missing, _NoCall):
             raise Refusal(f"where {name} gets its value is not written as one literal") from None
         self._refuse_shared(made)
+        guards.refuse_called_again(self.sources, edit)
+        if self._hops > 1:
+            guards.refuse_hidden_stores(self.sources, edit.file)
         return edit
 
     def added(self, made: Made, name: str, item: str) -> Edit:
@@ -107,7 +110,7 @@ class Places:
         if not self._is_users(site):
             where = "generated code" if site.file.startswith("<") else f"a library, {site.file}:{site.line}"
             raise Refusal(f"the {made.name} is made in {where}, which is not yours to edit")
-        file = self._sources.file(site.file)
+        file = self.sources.file(site.file)
         found = [call for call in file.calls_at(site) if self._makes(file, call, made.name)]
         if len(found) != 1:
             how = f"{len(found)} calls could have made it" if found else f"no call of {made.name} by its name is there"
@@ -126,7 +129,7 @@ class Places:
             return
         by_super = isinstance(func.value, ast.Call) and last_name(func.value.func) == "super"
         if (func.attr == "__init__" and not by_super) or isinstance(
-            self._sources.definition(file, func.value)[0], ast.ClassDef
+            self.sources.definition(file, func.value)[0], ast.ClassDef
         ):
             raise Refusal(f"the call at {file.at(call)} gives the object itself as an argument")
 
@@ -135,7 +138,7 @@ class Places:
         for site in self._passed:
             made_here = [each for each in self._code.loaders if site in each.calls]
             if any(each.dataset != made.dataset or self._way_of(each) != way for each in made_here):
-                place = self._sources.file(site.file).at_line(site.line)
+                place = self.sources.file(site.file).at_line(site.line)
                 raise Refusal(f"the call at {place} has made other loaders as well: they would change, too")
 
     def _way_of(self, made: Made) -> list[CallSite]:
@@ -160,9 +163,9 @@ class Places:
 
     def _by_its_arguments(self, made: Made) -> tuple[SourceFile, ast.Call, tuple[CallSite, ...]]:
         """The only call whose class, arguments and literal values are those of an object that was made before."""
-        calls = [(file, node) for file in self._sources.all for node in file.nodes if isinstance(node, ast.Call)]
+        calls = [(file, node) for file in self.sources.all for node in file.nodes if isinstance(node, ast.Call)]
         found = [each for each in calls if self._makes(*each, made.name) and fits(each[1], made.values)]
-        for file in self._sources.all:
+        for file in self.sources.all:
             for node in file.nodes:
                 parent = file.parents.get(node)
                 used = isinstance(node, (ast.Name, ast.Attribute)) and self._original_name(file, node) == made.name
@@ -254,7 +257,7 @@ class Places:
         is_constant = isinstance(bound.scope, ast.Module)
         if path:
             self._reads.note_whole(at.node, file.reads(name, bound.scope), file, path)
-            for each in self._sources.all if is_constant else ():
+            for each in self.sources.all if is_constant else ():
                 self._reads.note_whole(at.node, [*imported_reads(each, name), *each.member_reads(name)], each, path)
         if not path:
             self._reads.note(at.node, file.reads(name, bound.scope), file)
@@ -264,14 +267,19 @@ class Places:
         return self._resolve(_At(file, value, at.calls if here else ()), path)
 
     def _note_importers(self, name: str) -> None:
-        """Other files that may read or set a module's constant."""
-        for each in self._sources.all:
-            if stored := each.stores(name):
-                raise Refusal(f"`{name}` may be set at {each.at(stored[0])} as well")
-            self._reads.note(each.tree, [*imported_reads(each, name), *each.member_reads(name)], each)
+        """Other files that may read or set a module's constant, by whichever name they import it."""
+        names, before = {name}, 0
+        aliases = [each for file in self.sources.all for each in file.nodes if isinstance(each, ast.alias)]
+        while len(names) != before:
+            before = len(names)
+            names |= {each.asname or "" for each in aliases if each.name in names} - {""}
+        for known in sorted(names):
+            self._refuse_stored(known)
+            for each in self.sources.all:
+                self._reads.note(each.tree, [*imported_reads(each, known), *each.member_reads(known)], each)
 
     def _imported(self, at: _At, alias: ast.alias, path: tuple[str, ...]) -> Edit:
-        module, name = self._sources.module_of(at.file, alias)
+        module, name = self.sources.module_of(at.file, alias)
         if module is not None and name is None and path:
             name, path = path[0], path[1:]
         if module is None or name is None:
@@ -305,7 +313,7 @@ class Places:
                     and not isinstance(each.func, ast.Call)
                     and last_name(each.func) != "dict"
                 ):
-                    for other in self._sources.all:
+                    for other in self.sources.all:
                         same = [
                             n
                             for n in other.nodes
@@ -342,6 +350,8 @@ class Places:
         if function.args.kwarg is not None and function.args.kwarg.arg == name:
             if not path:
                 raise Refusal(f"`{name}` at {file.at(at.node)} holds all keyword arguments")
+            if any(each.arg == path[0] for each in parameters(function)):
+                raise Refusal(f"`{path[0]}` is a parameter of its own at {file.at(function)}")
             return self._argument(caller, call, calls, path[0], (), DEFAULTS.get(path[0], ()), path[1:])
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
         is_static = any(last_name(each) == "staticmethod" for each in decorators)
@@ -356,12 +366,17 @@ class Places:
         file, cls = at.file, at.file.class_of(function)
         is_init = cls is not None and function.name == "__init__"
         calls: tuple[CallSite, ...] = ()
+        if cls is not None and is_init:
+            guards.refuse_many_bases(self.sources, cls)
+            given = {*self.sources.bases(cls), cls.name}
+            if declared.by_lightning_cli(self._code) and any("Module" in each for each in given):
+                raise _NoCall
         if at.calls and file.function_of(at.node) == function:
             calls = at.calls[1:]
             if not calls or not self._is_users(calls[0]):
                 by = Path(calls[0].file).name if calls else "something that was not seen"
                 raise Refusal(f"`{function.name}` is called by {by}, which is not yours to edit")
-            caller = self._sources.file(calls[0].file)
+            caller = self.sources.file(calls[0].file)
             found = [(caller, each) for each in caller.calls_at(calls[0]) if self._calls(caller, each, function, cls)]
             self._passed.append(calls[0])
         else:
@@ -372,13 +387,18 @@ class Places:
             name = cls.name if cls is not None and is_init else function.name
             where = f"at {', '.join(each.at(node) for each, node in found)}" if found else "nowhere by its name"
             raise Refusal(f"`{name}` is called {where}: expected one call")
-        return (*found[0], calls)
+        caller, call = found[0]
+        if isinstance(call.func, ast.Name) and len(caller.bindings(call.func.id, call)) != 1:
+            raise Refusal(f"`{call.func.id}` at {caller.at(call)} is bound in more than one place")
+        if isinstance(call.func, ast.Attribute):
+            self._refuse_stored(call.func.attr)
+        return caller, call, calls
 
     def _calls(self, file: SourceFile, call: ast.Call, function: Any, cls: ast.ClassDef | None) -> bool:
         name = self._original_name(file, call.func)
         if function.name != "__init__" or cls is None:
             return bool(name == function.name)
-        return name == "__init__" or name in self._sources.constructed_as(cls)
+        return name == "__init__" or name in self.sources.constructed_as(cls)
 
     def _original_name(self, file: SourceFile, func: ast.AST) -> str:
         """A function's or class's name where it is defined, though it may be imported under another."""
@@ -388,11 +408,12 @@ class Places:
 
     def _all_calls(self, function: Any, cls: ast.ClassDef | None) -> Iterator[tuple[SourceFile, ast.Call]]:
         """All calls of a function by its name; another use of its name raises Refusal."""
-        names = (
-            self._sources.constructed_as(cls) if function.name == "__init__" and cls is not None else {function.name}
-        )
+        names = self.sources.constructed_as(cls) if function.name == "__init__" and cls is not None else {function.name}
         self._reads.refuse_named_in_text(function.name)
-        for file in self._sources.all:
+        for name in names if cls is not None and function.name == "__init__" else ():
+            if texts := [each for each in self.sources.all if each.has_text(name)]:
+                raise Refusal(f"`{name}` is named by a text in {Path(texts[0].name).name}: what makes it is not seen")
+        for file in self.sources.all:
             for call in (each for each in file.nodes if isinstance(each, ast.Call) and function.name == "__init__"):
                 by_type = isinstance(call.func, ast.Call) and last_name(call.func.func) == "type"
                 if by_type or last_name(call.func) in ("cls", "__class__"):
@@ -408,6 +429,7 @@ class Places:
                     yield file, parent  # type: ignore[misc]
                 elif last_name(node) in names and isinstance(node.ctx, ast.Load) and not is_called:
                     harmless = isinstance(parent, (ast.ClassDef, ast.arg, ast.Attribute, *FUNCTIONS))
+                    harmless &= getattr(parent, "attr", "") not in ("load_from_checkpoint", "__subclasses__")
                     harmless |= isinstance(parent, ast.AnnAssign) and parent.annotation is node
                     if not harmless and "CLI" not in last_name(parent.func if isinstance(parent, ast.Call) else node):
                         raise Refusal(f"`{last_name(node)}` is used at {file.at(node)} in a way that is not followed")
@@ -419,7 +441,7 @@ class Places:
         cls, own = self._own_class(at.file, base), None
         if cls is None and last_name(base) == "hparams" and isinstance(base, ast.Attribute):
             own = self._own_class(at.file, base.value)
-        for file in self._sources.all:
+        for file in self.sources.all:
             if path:
                 self._reads.note_whole(at.node, file.member_reads(key), file, path)
             else:  # this member has the value
@@ -429,17 +451,21 @@ class Places:
             if cls is not None:
                 return self._of_class(cls, at.file, (key, *path))
             if own is not None:
+                self._refuse_stored(key)
+                for file in self.sources.all:
+                    self._reads.note_whole(base, file.member_reads("hparams"), file, (key,))
                 return self._of_hparams(at, own, key, path)
         except _NoCall:
             return self._from_lightning_cli(cls or own, key)
-        for file in self._sources.all:
-            stored = [each for each in file.stores(key) if not self._is_of_self(file, each)]
-            if stored:
-                raise Refusal(f"`{key}` may be set at {file.at(stored[0])} as well")
+        self._refuse_stored(key, but_of_self=True)
         return self._resolve(replace(at, node=base), (key, *path))
 
-    def _is_of_self(self, file: SourceFile, node: ast.AST) -> bool:
-        return isinstance(node, ast.Attribute) and self._own_class(file, node.value) is not None
+    def _refuse_stored(self, name: str, *, but_of_self: bool = False) -> None:
+        for file in self.sources.all:
+            for node in file.stores(name):
+                of_self = isinstance(node, ast.Attribute) and self._own_class(file, node.value) is not None
+                if not (but_of_self and of_self):
+                    raise Refusal(f"`{name}` may be set at {file.at(node)} as well")
 
     def _own_class(self, file: SourceFile, base: ast.AST) -> ast.ClassDef | None:
         """The class whose object a name is, if that is the first parameter of one of its methods."""
@@ -449,13 +475,20 @@ class Places:
             each for each in file.outwards(base) if isinstance(each, FUNCTIONS) and file.class_of(each) is not None
         ]
         named = [each for each in methods if parameters(each) and parameters(each)[0].arg == base.id]
-        return file.class_of(named[0]) if named else None
+        if not named or isinstance(named[0], ast.Lambda):
+            return None
+        if any(last_name(each) == "staticmethod" for each in named[0].decorator_list):
+            return None
+        bound = file.bindings(base.id, base)
+        return file.class_of(named[0]) if len(bound) == 1 and bound[0].scope is named[0] else None
 
     def _of_class(self, cls: ast.ClassDef, file: SourceFile, path: tuple[str, ...]) -> Edit:
         """An attribute of a class's objects: what is assigned to it in a method, or in the class's body."""
         key = path[0]
-        stored = [(each, node) for each in self._sources.all for node in each.stores(key)]
+        stored = [(each, node) for each in self.sources.all for node in each.stores(key)]
+        guards.refuse_many_bases(self.sources, cls)
         if not stored:
+            guards.refuse_overridden(self.sources, cls, key)
             return self._of_class_body(cls, file, path)
         where, store = stored[0]
         parent: Any = where.parents[store]
@@ -465,27 +498,27 @@ class Places:
             or owner is None
             or not isinstance(parent, (ast.Assign, ast.AnnAssign))
             or parent.value is None
+            or len(targets_of(parent)) != 1
         ):
             listed = ", ".join(each.at(node) for each, node in stored)
             raise Refusal(f"`{key}` is set at {listed}: expected one plain assignment to it in its class")
         if any(last_name(target) == key for each in cls.body for target in targets_of(each)):
             raise Refusal(f"`{key}` is set in the body of `{cls.name}` and at {where.at(store)}")
-        if owner is not cls and owner.name not in self._sources.bases(cls):
+        if owner is not cls and owner.name not in self.sources.bases(cls):
             raise Refusal(f"`{key}` is set at {where.at(store)}, in another class than `{cls.name}`")
         return self._resolve(_At(where, parent.value), path[1:])
 
     def _of_class_body(self, cls: ast.ClassDef, file: SourceFile, path: tuple[str, ...]) -> Edit:
         """A class attribute, or a dataclass's default."""
         plain = [each for each in cls.body if isinstance(each, (ast.Assign, ast.AnnAssign)) and each.value is not None]
-        found = [each.value for each in plain if any(last_name(target) == path[0] for target in targets_of(each))]
-        for each in self._sources.classes:
-            own = [t for n in each.body if isinstance(n, (ast.Assign, ast.AnnAssign)) for t in targets_of(n)]
-            if each is not cls and cls.name in self._sources.bases(each) and any(last_name(t) == path[0] for t in own):
-                raise Refusal(f"`{path[0]}` of `{cls.name}` is set in `{each.name}`, too")
-        if len(found) != 1 or found[0] is None:
+        named = [each for each in plain if any(last_name(target) == path[0] for target in targets_of(each))]
+        found = [each.value for each in named if len(targets_of(each)) == 1]
+        if len(found) != 1 or len(named) != 1 or found[0] is None:
             raise Refusal(f"`{path[0]}` of `{cls.name}` at {file.at(cls)} is not written there, once")
         value = found[0]
         if isinstance(value, ast.Call) and last_name(value.func) == "field":
+            if any(each.arg in ("converter", "validator", "init") for each in value.keywords):
+                raise Refusal(f"`{path[0]}` of `{cls.name}` is changed on its way, at {file.at(value)}")
             value = next((each.value for each in value.keywords if each.arg == "default"), value)
         return self._resolve(_At(file, value), path[1:])
 
@@ -496,6 +529,8 @@ class Places:
         saves = [each for each in calls if last_name(each.func) == "save_hyperparameters"]
         if len(saves) != 1 or saves[0].args or not any(each.arg == key for each in parameters(init)):
             raise Refusal(f"`{shortened(at.node)}` at {at.file.at(at.node)} cannot be followed")
+        if len(at.file.bindings(key, saves[0])) != 1:
+            raise Refusal(f"`{key}` is set again in `{cls.name}.__init__` at {at.file.at(init)}")
         self._reads.note(at.node, at.file.reads(key, init), at.file)
         return self._from_caller(_At(at.file, saves[0]), init, key, path)
 
@@ -505,13 +540,13 @@ class Places:
         if name in ("parse_args", "parse_known_args") and len(path) == 1:
             if node.args or node.keywords:
                 raise Refusal(f"`{shortened(node)}` at {file.at(node)} is given its arguments there")
-            return self._default_of_option(*declared.option_of(self._sources.all, path[0]))
+            return self._default_of_option(*declared.option_of(self.sources.all, path[0]))
         if declared.reads_yaml(node):
             target = declared.opened(self._code, file, node)
             return declared.in_yaml(self._code, [target], [path], self._now, self._value)
         if name in ("dict", "SimpleNamespace", "Namespace") and not node.args:
             return self._of_pairs(at, [(each.arg, each.value) for each in node.keywords], path)
-        found, where = self._sources.definition(file, node.func)
+        found, where = self.sources.definition(file, node.func)
         if isinstance(found, ast.ClassDef):
             return self._of_object(at, found, where, path)
         if isinstance(found, ast.FunctionDef) and not found.decorator_list:
@@ -524,13 +559,15 @@ class Places:
         """An attribute of an object: the argument of its class's constructor, or what the class's body says."""
         if any(getattr(each, "name", "") in ("__init__", "__post_init__") for each in cls.body):
             return self._of_class(cls, file, path)
+        guards.refuse_made_by_base(self.sources, file, cls)
+        guards.refuse_many_bases(self.sources, cls)
         call = at.node
         given = next((each.value for each in call.keywords if each.arg == path[0]), None)
         if given is not None:
             return self._resolve(replace(at, node=given), path[1:])
         if call.args or any(each.arg is None for each in call.keywords):
             raise Refusal(f"`{path[0]}` is not given by its name at {at.file.at(call)}")
-        calls = [(each, node) for each in self._sources.all for node in each.nodes if isinstance(node, ast.Call)]
+        calls = [(each, node) for each in self.sources.all for node in each.nodes if isinstance(node, ast.Call)]
         made = [(each, node) for each, node in calls if self._original_name(each, node.func) == cls.name]
         if len(made) > 1:
             raise Refusal(f"`{cls.name}` is made at {', '.join(each.at(node) for each, node in made)}: expected once")
@@ -540,6 +577,7 @@ class Places:
 
     def _default_of_option(self, file: SourceFile, call: ast.Call) -> Edit:
         self._is_text = True
+        guards.refuse_other_options(self.sources)
         return self._resolve(_At(file, declared.default_of(self._code, file, call, self._value)))
 
     def _from_environment(self, at: _At, name: str, default: ast.expr | None) -> Edit:
@@ -547,12 +585,12 @@ class Places:
             raise Refusal(
                 f"the environment gives {name}, read at {at.file.at(at.node)}: set {name}={self._value} there"
             )
-        for file in self._sources.all:
+        for file in self.sources.all:
             named = [each for each in file.nodes if isinstance(each, ast.Constant) and each.value == name]
             self._reads.note(at.node, [each for each in named if file.parents[each] is not at.node], file)
         return self._resolve(replace(at, node=default))
 
     def _from_lightning_cli(self, cls: ast.ClassDef | None, key: str) -> Edit:
         assert cls is not None
-        bases = [*self._sources.bases(cls), cls.name]
+        bases = [*self.sources.bases(cls), cls.name]
         return declared.of_lightning_cli(self._code, bases, key, self._now, self._value)

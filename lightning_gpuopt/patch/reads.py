@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from typing import Final
 
 from lightning_gpuopt.patch.sources import (
     FUNCTIONS,
@@ -15,6 +16,13 @@ from lightning_gpuopt.patch.sources import (
     literal_of,
     parameters,
 )
+
+# where what a container holds gets another name, or becomes part of another one
+_PASSES_ON: Final = (
+    *(ast.Assign, ast.AnnAssign, ast.AugAssign, ast.NamedExpr, ast.Return, ast.Yield, ast.Lambda, ast.IfExp),
+    *(ast.List, ast.Tuple, ast.Set, ast.Dict, ast.BinOp, ast.Starred, ast.arguments),
+)
+_COPIES: Final = ("vars", "asdict", "astuple", "dict", "list", "copy", "deepcopy", "replace", "partial", "update")
 
 
 class Reads:
@@ -52,8 +60,9 @@ class Reads:
                 )
             return key in (None, "items", "values", "copy", "update", "pop", "setdefault", "__dict__")
         whole = isinstance(parent, ast.keyword) and parent.arg is None
-        takes = isinstance(parent, ast.Call) and last_name(parent.func) in ("vars", "asdict", "astuple", "dict", "list")
-        return whole or takes or self.unpacked or self._is_used_whole(file, node, path)
+        takes = isinstance(parent, ast.Call) and last_name(parent.func) in _COPIES
+        passed_on = whole or takes or isinstance(parent, _PASSES_ON)
+        return passed_on or self.unpacked or self._is_used_whole(file, node, path)
 
     def _is_used_whole(self, file: SourceFile, node: ast.AST, path: Sequence[str]) -> bool:
         """Whether a function of the user's that is given a container may read or set what is at a path of it."""
@@ -65,10 +74,19 @@ class Reads:
         found, where = self._sources.definition(file, call.func)
         if isinstance(found, ast.ClassDef):
             found = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
-        for each in parameters(found) if isinstance(found, FUNCTIONS) else ():
-            if any(self._may_reach(where, read, path) for read in where.reads(each.arg, found)):
-                return True
-        return False
+        called = [(where, found)] if found is not None else self._methods(last_name(call.func))
+        return any(
+            self._may_reach(where, read, path)
+            for where, each in called
+            if isinstance(each, FUNCTIONS)
+            for parameter in parameters(each)
+            for read in where.reads(parameter.arg, each)
+        )
+
+    def _methods(self, name: str) -> list[tuple[SourceFile, ast.AST]]:
+        """The methods of the user's that have this name."""
+        found = [(file, node) for file in self._sources.all for node in file.nodes if getattr(node, "name", "") == name]
+        return [(file, node) for file, node in found if file.class_of(node) is not None]
 
     def refuse_named_in_text(self, name: str, *, constant: bool = False) -> None:
         """A name that code may read as a text: ``getattr(it, name)``; with ``constant`` such a text itself is seen."""

@@ -251,6 +251,7 @@ def _as_sample_loader(places: Places, made: Made) -> list[Edit]:
     names = [each.arg for each in call.keywords]
     if (
         made.name != "DataLoader"
+        or places.sources.definition(file, call.func)[0] is not None  # a class of the user's own
         or last_name(call.func) == "__init__"
         or None in names
         or len(call.args) > _SAME_ARGUMENTS

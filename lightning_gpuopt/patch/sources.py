@@ -205,6 +205,11 @@ class Sources:
         if level:
             own = next((key for key, file in self._code.modules.items() if file == importer.name), "")
             package = own if Path(importer.name).name == "__init__.py" else own.rpartition(".")[0]
+            if own == "__main__":  # of ``python -m``: the package is the one whose folder the file is in
+                beside = str(Path(importer.name).with_name("__init__.py"))
+                package = next((key for key, file in self._code.modules.items() if file == beside), "")
+                if not package:
+                    return None
             for _ in range(level - 1):
                 package = package.rpartition(".")[0]
             name = f"{package}.{name}".strip(".")
@@ -257,9 +262,12 @@ class Sources:
         return (node for file in self.all for node in file.nodes if isinstance(node, ast.ClassDef))
 
     def bases(self, cls: ast.ClassDef) -> set[str]:
-        """The names of a class's bases, and of theirs."""
-        names = {last_name(base) for base in cls.bases}
-        return names.union(*({last_name(base) for base in each.bases} for each in self.classes if each.name in names))
+        """The names of a class's bases, of theirs, and so on."""
+        names, before = {last_name(base) for base in cls.bases}, -1
+        while len(names) != before:
+            before = len(names)
+            names |= {last_name(base) for each in self.classes if each.name in names for base in each.bases}
+        return names
 
 
 def last_name(expression: ast.AST) -> str:

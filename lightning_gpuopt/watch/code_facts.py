@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import linecache
@@ -22,6 +23,7 @@ from lightning_gpuopt.diagnosis.record import Change
 from lightning_gpuopt.loaders.registry import SeenLoader
 from lightning_gpuopt.measurements.loading import LoaderFacts
 from lightning_gpuopt.timeline.frames import is_own
+from lightning_gpuopt.utils.whole_file import write_whole
 
 CODE_FILE: Final = "code.json"
 _OURS: Final = str(Path(__file__).parents[1]) + os.sep
@@ -127,8 +129,7 @@ class CodeWatch:
     def facts(self) -> RunCode:
         """What is known now."""
         training = tuple(self._training[-max(1, len(train_loaders(self._trainer))) :])  # of those made anew, the last
-        notes = [(made, dataset) for _, dataset, made in _notes("LOADERS") if made["calls"]]
-        loaders = [_with_dataset(made, of) for made, of in notes if not made["calls"][0]["file"].startswith(_OURS)]
+        loaders = _loaders_so_far()
         files = _source_files([*loaders, *self._training, *([self._made] if self._made is not None else [])])
         hashes = {**dict(_hashed(files)), **self._hashes}
         main = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -146,6 +147,23 @@ class CodeWatch:
             trainer=self._made,
             windows_s=tuple(self._windows_s),
         )
+
+    def write(self, path: Path) -> None:
+        """Write what is known, and once more as the program ends: then with the loaders that are made until then."""
+        known, others, place = self.facts(), tuple(self._others), path.absolute()  # nothing that keeps the Trainer
+
+        def write_again() -> None:
+            with suppress(Exception):
+                if place.exists():
+                    write_whole(place, replace(known, loaders=(*_loaders_so_far(), *others)).to_json())
+
+        write_whole(place, known.to_json())
+        atexit.register(write_again)
+
+
+def _loaders_so_far() -> list[Made]:
+    notes = [(made, dataset) for _, dataset, made in _notes("LOADERS") if made["calls"]]
+    return [_with_dataset(made, of) for made, of in notes if not made["calls"][0]["file"].startswith(_OURS)]
 
 
 def _notes(name: str) -> list[Any]:

@@ -229,7 +229,7 @@ class WatchedRun(CallbackBase):
             self._of_loader.save_json(folder / "report.json")
         if folder is not None and self._code is not None and detector is not None and detector.report.steps:
             with suppress(Exception):
-                write_whole(folder / CODE_FILE, self._code.facts().to_json())
+                self._code.write(folder / CODE_FILE)
         self._note_end()
 
     def _note_end(self) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from lightning_gpuopt.compat.dataloader import pin_batch
+from lightning_gpuopt.loading import collate
 from lightning_gpuopt.loading.engine.costs import MOST_THREADS, Costs, LookAhead
 from lightning_gpuopt.loading.engine.layout import Layout
 from lightning_gpuopt.loading.engine.pool import LoaderPool
@@ -197,6 +198,7 @@ class Engine:
 
     def _feed(self) -> None:
         batches: Batches | None = None
+        collate.thread.collates_as_worker = True
         if self._device_index is not None:  # of the rank: else this thread would be at home on the first
             torch.cuda.set_device(self._device_index)
             torch.set_num_threads(1)  # of copies to page-locked memory

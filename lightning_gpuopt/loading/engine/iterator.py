@@ -27,6 +27,7 @@ from lightning_gpuopt.loading.samples import EpochSamples
 from lightning_gpuopt.timeline.worker_clock import untimed
 
 _UNKNOWN: Final = -1
+_MOST_INDEX: Final = 1 << 63
 
 # share of batches whose samples may be of several kinds: putting one together takes ten times as long, or so
 _FEW: Final = 1 / 32
@@ -73,10 +74,15 @@ class _Drawn:
     def next(self) -> Any:
         """Draw a batch's indices, for who asks for it himself."""
         drawn = next(self._sampler)
-        if not all(isinstance(index, (int, np.integer)) and type(index) is not bool for index in drawn):
-            raise CannotServe("its sampler gives other keys than whole numbers")
-        if len(drawn) > self._most:
-            raise CannotServe(f"its batch sampler gives {len(drawn)} samples, more than its batch_size")
+        why = None
+        # of other integers the dataset would get an int, and might give that back
+        if not all(type(index) in (int, np.int64) and abs(index) < _MOST_INDEX for index in drawn):
+            why = CannotServe("its sampler gives other keys than whole numbers")
+        elif len(drawn) > self._most:
+            why = CannotServe(f"its batch sampler gives {len(drawn)} samples, more than its batch_size")
+        if why is not None:
+            why.begun = drawn, self._sampler
+            raise why
         if not isinstance(drawn, BatchIndices):
             drawn = BatchIndices(drawn, self._epoch, self._first)
         self._first += len(drawn)

@@ -156,9 +156,9 @@ def _placer(tree: tuple[Any, ...], columns: list[Column], arrays: list[Array]) -
         keys, children = rest[0], [_placer(child, columns, arrays) for child in rest[1]]
 
         def place_dict(sample: Any, row: int) -> bool:
-            if type(sample) is not dict or len(sample) != len(keys):
+            if type(sample) is not dict or tuple(sample) != keys:  # a batch's keys are in its first sample's order
                 return False
-            return all(key in sample and child(sample[key], row) for key, child in zip(keys, children, strict=True))
+            return all(child(sample[key], row) for key, child in zip(keys, children, strict=True))
 
         return place_dict
     if what == "sequence":

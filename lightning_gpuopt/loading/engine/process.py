@@ -19,7 +19,7 @@ from lightning_gpuopt.loading.collate import as_it_is
 from lightning_gpuopt.loading.engine.costs import Costs
 from lightning_gpuopt.loading.engine.layout import Array, Layout, Placer
 from lightning_gpuopt.loading.engine.shared_blocks import ASIDE, LOST, PLACED, SKIPPED, Blocks, Control, SharedFile
-from lightning_gpuopt.loading.samples import Skipped
+from lightning_gpuopt.loading.samples import EpochSamples, Skipped
 from lightning_gpuopt.timeline.worker_clock import clock_of
 
 # what a thread takes out of the pipe: a slot, how many rows (0: there is nothing more), and the first
@@ -46,13 +46,18 @@ class LoaderProcess:
     num_workers: int
     most_threads: int  # of each
 
+    @property
+    def dataset(self) -> Any:
+        """What the user calls the dataset."""
+        return self.samples.dataset if isinstance(self.samples, EpochSamples) else self.samples
+
     def run(self, worker: int, connection: Connection) -> None:
         """The ``main`` of process `worker` (from 0); the layout comes out of the connection, misfits go in."""
         self._worker, self._connection, self._sending = worker, connection, threading.Lock()
         self.control.begin()
         self._failed: Any = None
         try:
-            be_a_worker(worker, self.num_workers, self.base_seed, self.samples)
+            be_a_worker(worker, self.num_workers, self.base_seed, self.dataset)
             try:
                 if self.worker_init_fn is not None:
                     self.worker_init_fn(worker)
@@ -219,7 +224,7 @@ class _Rows:
 
     def __init__(self, process: LoaderProcess) -> None:
         self._process = process
-        self.reads_for = process.samples
+        self.reads_for = process.dataset
         self.slot = self.first = 0
 
     def __len__(self) -> int:
