@@ -177,6 +177,8 @@ class SampleLoader(ElasticLoader):
                 f"SampleLoader: {len(self.dataset)} samples on {sampler.num_replicas} ranks: "  # type: ignore[arg-type]
                 f"{sampler.padding} go to more than one rank, so that all ranks have equally many batches"
             )
+        if sampler is not None and (number := len(self.dataset)) != sampler.order.num_samples:  # type: ignore[arg-type]
+            sampler.order, self._iterator = Order(number, self.seed, sampler.shuffle), None  # workers have the old one
         if sampler is not None and (begins := epoch_that_begins()) is not None:
             is_resumed = sampler.epoch_now is not None and sampler.epoch_now() is not None
             epoch, is_next = begins

@@ -209,6 +209,30 @@ def test_a_sampler_or_dataset_without_a_length_can_be_resumed() -> None:
     assert next(iter(again)).tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_that_has_grown_or_shrunk_is_read_as_it_is(workers: int, shuffle: bool) -> None:
+    dataset = Numbers(8)
+    loader = SampleLoader(dataset, 4, num_workers=workers, shuffle=shuffle)
+    for number in (8, 14, 6):
+        dataset.number = number
+        assert sorted(int(each) for batch in loader for each in batch[1]) == list(range(number))
+        assert len(loader) == -(-number // 4)
+
+
+class Fails(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if not index:
+            raise KeyError("no first sample")
+        return index
+
+
+def test_where_the_first_sample_fails_torchs_workers_raise_what_it_raises(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(KeyError, match="no first sample"), caplog.at_level("INFO"):
+        next(iter(SampleLoader(Fails(), 4, num_workers=1)))
+    assert "its first sample is not read" in caplog.text
+
+
 def test_a_tensor_is_a_dataset() -> None:
     values = torch.arange(8.0).reshape(4, 2)
     assert same(list(SampleLoader(values, 2, shuffle=None, num_workers=1)), [values[:2], values[2:]])  # type: ignore[arg-type]

@@ -110,7 +110,9 @@ class Engine:
         pool.add(1 if shares else processes)
         layout, read, costs = (self._dataset.layout, 0, Costs()) if self._copies else pool.find_layout(loader.timeout)
         if layout is None:
-            raise CannotServe("a sample has parts that have no fixed layout")
+            raise CannotServe(
+                "a sample has parts that have no fixed layout" if read else "its first sample is not read"
+            )
         self._layout: Layout = layout
         pool.threads = costs.threads()
         if shares:
