@@ -128,8 +128,12 @@ class Places:
         ):
             return
         by_super = isinstance(func.value, ast.Call) and last_name(func.value.func) == "super"
-        if (func.attr == "__init__" and not by_super) or isinstance(
-            self.sources.definition(file, func.value)[0], ast.ClassDef
+        by_type = isinstance(func.value, ast.Call) and last_name(func.value.func) == "type"
+        if (
+            by_type
+            or last_name(func.value) == "__class__"
+            or (func.attr == "__init__" and not by_super)
+            or isinstance(self.sources.definition(file, func.value)[0], ast.ClassDef)
         ):
             raise Refusal(f"the call at {file.at(call)} gives the object itself as an argument")
 
@@ -368,8 +372,8 @@ class Places:
         calls: tuple[CallSite, ...] = ()
         if cls is not None and is_init:
             guards.refuse_many_bases(self.sources, cls)
-            given = {*self.sources.bases(cls), cls.name}
-            if declared.by_lightning_cli(self._code) and any("Module" in each for each in given):
+            given = " ".join([*self.sources.bases(cls), cls.name])
+            if declared.by_lightning_cli(self._code) and ("DataModule" in given or "LightningModule" in given):
                 raise _NoCall
         if at.calls and file.function_of(at.node) == function:
             calls = at.calls[1:]

@@ -60,7 +60,8 @@ class Reads:
                 )
             return key in (None, "items", "values", "copy", "update", "pop", "setdefault", "__dict__")
         whole = isinstance(parent, ast.keyword) and parent.arg is None
-        takes = isinstance(parent, ast.Call) and last_name(parent.func) in _COPIES
+        call = file.parents.get(parent) if isinstance(parent, ast.keyword) else parent
+        takes = isinstance(call, ast.Call) and last_name(call.func) in _COPIES
         passed_on = whole or takes or isinstance(parent, _PASSES_ON)
         return passed_on or self.unpacked or self._is_used_whole(file, node, path)
 
@@ -75,13 +76,14 @@ class Reads:
         if isinstance(found, ast.ClassDef):
             found = next((each for each in found.body if getattr(each, "name", "") == "__init__"), None)
         called = [(where, found)] if found is not None else self._methods(last_name(call.func))
-        return any(
-            self._may_reach(where, read, path)
-            for where, each in called
-            if isinstance(each, FUNCTIONS)
-            for parameter in parameters(each)
-            for read in where.reads(parameter.arg, each)
-        )
+        for where, each in called:
+            names = [parameter.arg for parameter in parameters(each)] if isinstance(each, FUNCTIONS) else []
+            added_to = [last_name(inner.target) for inner in ast.walk(each) if isinstance(inner, ast.AugAssign)]
+            if not set(added_to).isdisjoint(names):
+                return True
+            if any(self._may_reach(where, read, path) for name in names for read in where.reads(name, each)):
+                return True
+        return False
 
     def _methods(self, name: str) -> list[tuple[SourceFile, ast.AST]]:
         """The methods of the user's that have this name."""

@@ -82,7 +82,14 @@ MODULE = "class DM:\n    {}\n    def train_dataloader(self):\n        return Dat
         (KW + "def both(kw=KW): pass\n", (CALL,), "train.py:4"),
         (KW + "class V:\n    def val(self, kw):\n        DataLoader(y, **kw)\nV().val(KW)\n", (CALL,), "train.py:7"),
         (KW + "deepcopy(KW)\n", (CALL,), "train.py:4"),
+        (KW + "partial(val, opts=KW)\n", (CALL,), "train.py:4"),
+        (KW + "def tune(d):\n    d |= {'num_workers': 0}\ntune(KW)\n", (CALL,), "train.py:6"),
         # an argument that goes elsewhere
+        (
+            "class M:\n    def f(self, n):\n        DataLoader(x, num_workers=n)\nm = M()\ntype(m).f(m, 0)\n",
+            (CALL, "type(m).f("),
+            "gives the object itself",
+        ),
         ("def make(d, num_workers=0, **kw):\n    return DataLoader(d, **kw)\nmake(x)\n", (CALL, "make("), "of its own"),
         (
             "def make(d, n=0):\n    return DataLoader(d, num_workers=n)\nmake = partial(make, x)\nmake(n=0)\n",
