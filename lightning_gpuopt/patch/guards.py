@@ -97,15 +97,14 @@ def _calls_of(sources: Sources, file: SourceFile, function: Any) -> Iterator[tup
     cls = file.class_of(function)
     is_init = cls is not None and function.name == "__init__"
     names = sources.constructed_as(cls) if is_init and cls is not None else {function.name}
-    for each in sources.all:
-        for call in (node for node in each.nodes if isinstance(node, ast.Call)):
-            found, _ = sources.definition(each, call.func)
-            if cls is None or is_init:
-                if found is function or (is_init and isinstance(found, ast.ClassDef) and found.name in names):
-                    yield each, call
-            elif isinstance(call.func, ast.Attribute) and call.func.attr in names and found is None:
-                of_lightning = last_name(call.func.value).endswith("trainer")  # its methods have such names, too
-                yield from () if of_lightning else ((each, call),)
+    for each, call in sources.calls_of(names):
+        found, _ = sources.definition(each, call.func)
+        if cls is None or is_init:
+            if found is function or (is_init and isinstance(found, ast.ClassDef) and found.name in names):
+                yield each, call
+        elif isinstance(call.func, ast.Attribute) and found is None:
+            of_lightning = last_name(call.func.value).endswith("trainer")  # its methods have such names, too
+            yield from () if of_lightning else ((each, call),)
 
 
 def refuse_many_bases(sources: Sources, cls: ast.ClassDef) -> None:
@@ -133,12 +132,11 @@ def refuse_overridden(sources: Sources, cls: ast.ClassDef, key: str) -> None:
             raise Refusal(f"`{key}` of `{cls.name}` is set in `{each.name}`, too")
     if any(isinstance(each, FUNCTIONS) and each.name == "__init__" for each in cls.body):
         return
-    for file in sources.all:
-        for call in (node for node in file.nodes if isinstance(node, ast.Call)):
-            found, _ = sources.definition(file, call.func)
-            is_made = isinstance(found, ast.ClassDef) and found.name in constructed
-            if is_made and (call.args or any(given.arg in (None, key) for given in call.keywords)):
-                raise Refusal(f"`{cls.name}` is made at {file.at(call)}, which may give `{key}`")
+    for file, call in sources.calls_of(constructed):
+        found, _ = sources.definition(file, call.func)
+        is_made = isinstance(found, ast.ClassDef) and found.name in constructed
+        if is_made and (call.args or any(given.arg in (None, key) for given in call.keywords)):
+            raise Refusal(f"`{cls.name}` is made at {file.at(call)}, which may give `{key}`")
 
 
 def _bound_by(statement: ast.stmt) -> set[str]:

@@ -272,12 +272,7 @@ class Places:
 
     def _note_importers(self, name: str) -> None:
         """Other files that may read or set a module's constant, by whichever name they import it."""
-        names, before = {name}, 0
-        aliases = [each for file in self.sources.all for each in file.nodes if isinstance(each, ast.alias)]
-        while len(names) != before:
-            before = len(names)
-            names |= {each.asname or "" for each in aliases if each.name in names} - {""}
-        for known in sorted(names):
+        for known in sorted(self.sources.known_as({name})):
             self._refuse_stored(known)
             for each in self.sources.all:
                 self._reads.note(each.tree, [*imported_reads(each, known), *each.member_reads(known)], each)
@@ -413,6 +408,7 @@ class Places:
     def _all_calls(self, function: Any, cls: ast.ClassDef | None) -> Iterator[tuple[SourceFile, ast.Call]]:
         """All calls of a function by its name; another use of its name raises Refusal."""
         names = self.sources.constructed_as(cls) if function.name == "__init__" and cls is not None else {function.name}
+        known = self.sources.known_as(names)
         self._reads.refuse_named_in_text(function.name)
         for name in names if cls is not None and function.name == "__init__" else ():
             if texts := [each for each in self.sources.all if each.has_text(name)]:
@@ -429,7 +425,7 @@ class Places:
                     around = next((each for each in file.outwards(node) if isinstance(each, ast.ClassDef)), None)
                     if around is not None and any(last_name(base) in names for base in around.bases):
                         yield file, parent  # type: ignore[misc]
-                elif is_called and self._original_name(file, node) in names:
+                elif is_called and last_name(node) in known and self._original_name(file, node) in names:
                     yield file, parent  # type: ignore[misc]
                 elif last_name(node) in names and isinstance(node.ctx, ast.Load) and not is_called:
                     harmless = isinstance(parent, (ast.ClassDef, ast.arg, ast.Attribute, *FUNCTIONS))
@@ -571,7 +567,7 @@ class Places:
             return self._resolve(replace(at, node=given), path[1:])
         if call.args or any(each.arg is None for each in call.keywords):
             raise Refusal(f"`{path[0]}` is not given by its name at {at.file.at(call)}")
-        calls = [(each, node) for each in self.sources.all for node in each.nodes if isinstance(node, ast.Call)]
+        calls = self.sources.calls_of({cls.name})
         made = [(each, node) for each, node in calls if self._original_name(each, node.func) == cls.name]
         if len(made) > 1:
             raise Refusal(f"`{cls.name}` is made at {', '.join(each.at(node) for each, node in made)}: expected once")

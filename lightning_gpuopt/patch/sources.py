@@ -78,6 +78,10 @@ class SourceFile:
     def nodes(self) -> list[ast.AST]:
         return list(ast.walk(self.tree))
 
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        return [node for node in self.nodes if isinstance(node, ast.Call)]
+
     @property
     def text(self) -> str:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(self.data).readline)
@@ -100,10 +104,9 @@ class SourceFile:
 
     def calls_at(self, site: CallSite) -> list[ast.Call]:
         """The calls that may be the one that was under way: one, or on Python 3.10 all of the line."""
-        calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         if site.end is None:
-            return [each for each in calls if each.lineno == site.line]
-        return [each for each in calls if (each.end_lineno, each.end_col_offset) == (site.end, site.end_column)]
+            return [each for each in self.calls if each.lineno == site.line]
+        return [each for each in self.calls if (each.end_lineno, each.end_col_offset) == (site.end, site.end_column)]
 
     def bindings(self, name: str, at: ast.AST) -> list[Binding]:
         """What binds a name that is read at a node: in the innermost scope that does; empty if none does."""
@@ -256,18 +259,44 @@ class Sources:
                     names.add(each.name)
         return names
 
-    @property
-    def classes(self) -> Iterator[ast.ClassDef]:
+    @cached_property
+    def classes(self) -> list[ast.ClassDef]:
         """All classes of the user's."""
-        return (node for file in self.all for node in file.nodes if isinstance(node, ast.ClassDef))
+        return [node for file in self.all for node in file.nodes if isinstance(node, ast.ClassDef)]
+
+    @cached_property
+    def _aliases(self) -> list[tuple[str, str]]:
+        found = (node for file in self.all for node in file.nodes if isinstance(node, ast.alias))
+        return [(each.name.rpartition(".")[2], each.asname) for each in found if each.asname is not None]
+
+    def known_as(self, names: set[str]) -> set[str]:
+        """Names, and those under which other files import what they name, also by way of a third file."""
+        known, before = set(names), 0
+        while len(known) != before:
+            before = len(known)
+            known |= {alias for name, alias in self._aliases if name in known}
+        return known
+
+    def calls_of(self, names: set[str]) -> list[tuple[SourceFile, ast.Call]]:
+        """The calls of functions, methods and classes that may be those with these names."""
+        known = self.known_as(names)
+        return [(file, call) for file in self.all for call in file.calls if last_name(call.func) in known]
 
     def bases(self, cls: ast.ClassDef) -> set[str]:
         """The names of a class's bases, of theirs, and so on."""
-        names, before = {last_name(base) for base in cls.bases}, -1
-        while len(names) != before:
-            before = len(names)
-            names |= {last_name(base) for each in self.classes if each.name in names for base in each.bases}
+        names, new = set[str](), {last_name(base) for base in cls.bases}
+        while new:
+            names |= new
+            new = {base for name in new for base in self._bases.get(name, ())} - names
         return names
+
+    @cached_property
+    def _bases(self) -> dict[str, set[str]]:
+        """The names of the direct bases of all classes of a name."""
+        found: dict[str, set[str]] = {}
+        for each in self.classes:
+            found.setdefault(each.name, set()).update(last_name(base) for base in each.bases)
+        return found
 
 
 def last_name(expression: ast.AST) -> str:
