@@ -231,7 +231,7 @@ def gather_section(size: Size) -> dict[str, Any]:
         "windows": size.gathered,
         "rounds": ROUNDS,
         "StallDetector": rounds(size, "detector", asdict(work)),
-        "GpuUtilMonitor": rounds(size, "monitor", device_window(size.ranks - 1).to_json()),
+        "GpuUtilMonitor": rounds(size, "monitor", asdict(device_window(size.ranks - 1))),
     }
 
 
