@@ -27,11 +27,13 @@ class DALI:
     fn: Any
     types: Any
     pipeline_def: Any
+    version: str
 
 
 def load_dali() -> DALI:
     """DALI's modules; an ImportError says what to install."""
     try:
+        import nvidia.dali
         from nvidia.dali import fn, types
         from nvidia.dali.pipeline import pipeline_def
     except ImportError as error:
@@ -41,7 +43,7 @@ def load_dali() -> DALI:
             "or for CUDA 13 with\n"
             '    pip install "lightning-gpuopt[dali-cuda13]"'
         ) from error
-    return DALI(fn, types, pipeline_def)
+    return DALI(fn, types, pipeline_def, str(nvidia.dali.__version__))
 
 
 def held_in_forks(pipeline: Any) -> Any:
