@@ -292,6 +292,16 @@ def epoch_that_begins() -> tuple[int, bool] | None:
     return int(progress.processed) + int(is_over and progress.ready > progress.processed), is_over
 
 
+def is_cycled() -> bool:
+    """Whether a CombinedLoader of ``max_size_cycle`` begins a loader anew that has come to its end before others.
+
+    Found by the call of ``_MaxSizeCycle.__next__``, which calls the loader's ``__iter__``, which calls this.
+    """
+    frame = sys._getframe(1).f_back
+    is_next = frame is not None and frame.f_code.co_name == "__next__"
+    return is_next and type(frame.f_locals.get("self")).__name__ == "_MaxSizeCycle"  # type: ignore[union-attr]
+
+
 def _trainer_in(frame: FrameType, *calls: str) -> Trainer | None:
     for _ in range(_CALLS_FROM_LOOP):
         if frame.f_code.co_name in calls:

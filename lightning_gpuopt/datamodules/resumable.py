@@ -134,6 +134,9 @@ class ResumableDataModule(LightningDataModule):
         if trainer is not None:
             if trainer.current_epoch > sampler.epoch:
                 sampler.set_epoch(trainer.current_epoch)
+            epoch, is_next = lightning.epoch_that_begins() or (0, False)
+            if is_next and epoch > sampler.epoch:  # limit_train_batches had ended the epoch of the checkpoint
+                sampler.epoch = epoch
             if before is not None and self._sampler_of is trainer:  # reloaded: until the next batch, this counts
                 sampler.iterated_epoch = before.iterated_epoch
             sampler.epoch_now = partial(_current_epoch, trainer)

@@ -18,6 +18,7 @@ from lightning_gpuopt.compat.dataloader import copy_of
 from lightning_gpuopt.compat.lightning import (
     Trainer,
     epoch_that_begins,
+    is_cycled,
     leave_finished_epoch,
     processed_batches,
     rank_zero_info,
@@ -179,6 +180,8 @@ class SampleLoader(ElasticLoader):
             )
         if sampler is not None and (number := len(self.dataset)) != sampler.order.num_samples:  # type: ignore[arg-type]
             sampler.order, self._iterator = Order(number, self.seed, sampler.shuffle), None  # workers have the old one
+        if sampler is not None and is_cycled():
+            sampler.start_over()
         if sampler is not None and (begins := epoch_that_begins()) is not None:
             is_resumed = sampler.epoch_now is not None and sampler.epoch_now() is not None
             epoch, is_next = begins

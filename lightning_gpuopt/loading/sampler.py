@@ -99,7 +99,6 @@ class ElasticSampler(DistributedSampler[int]):
         self._start = (0, 0, 0)  # epoch, samples consumed in it, steps that took them
         self._is_set = False  # whether somebody says which epoch it is
         self._has_begun = False  # whether an iteration of the epoch has begun
-        self._ended: int | None = None  # the epoch of the last iteration that came to its end
 
     def set_epoch(self, epoch: int) -> None:
         # Lightning counts an epoch that max_steps cut short as done, and yet goes on in it after a resume.
@@ -119,14 +118,16 @@ class ElasticSampler(DistributedSampler[int]):
         self.iterated_epoch = epoch
         left = self._num_steps(self.order.num_samples - consumed)
         self.epoch = epoch if left else epoch + 1
-        self._has_begun, self._ended = False, None
+        self._has_begun = False
+
+    def start_over(self) -> None:
+        """What was left of a resumed epoch has come: another iteration of it is whole."""
+        self._start = (0, 0, 0)
 
     def begin(self) -> int:
         """An iteration begins; returns its epoch."""
         if self._has_begun and not self._is_set:
             self.epoch += 1
-        if self._ended == self.epoch == self._start[0]:  # in a cycle: what was left of it has come
-            self._start = (0, 0, 0)
         self._has_begun = True
         self.iterated_epoch = self.epoch
         return self.epoch
@@ -191,11 +192,7 @@ class ElasticSampler(DistributedSampler[int]):
 
     def batches(self) -> Iterator[BatchIndices]:
         """This rank's batches, from where the epoch begins to its end."""
-        return self._to_its_end(self.begin())
-
-    def _to_its_end(self, epoch: int) -> Iterator[BatchIndices]:
-        yield from self.batches_of(epoch)
-        self._ended = epoch
+        return self.batches_of(self.begin())
 
     def batches_of(self, epoch: int) -> Iterator[BatchIndices]:
         """The same of any epoch, which does not become the one that is iterated."""

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, get_worker_info
 
-from lightning_gpuopt import SampleLoader
+from lightning_gpuopt import LMDBDataModule, SampleLoader
 from lightning_gpuopt.loading.engine.iterator import EngineIterator
 from lightning_gpuopt.loading.order import Order
 from lightning_gpuopt.loading.sampler import ElasticSampler
@@ -93,6 +93,20 @@ class TestResumeUnderATrainer:
         )
         assert again == {epoch: whole[epoch] for epoch in (2, 3)}
 
+    @pytest.mark.parametrize("workers", [0, 1])
+    @pytest.mark.parametrize(("limit", "every", "name"), [(5, None, "epoch=1"), (5, 5, "step=10"), (0.5, 3, "step=6")])
+    def test_so_does_a_datamodule(self, tmp_path: Path, workers: int, limit: Any, every: int | None, name: str) -> None:
+        def data() -> LMDBDataModule:
+            return LMDBDataModule(Numbers(), batch_size=4, num_workers=workers)
+
+        filename = f"{{{name.partition('=')[0]}}}"
+        keep = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=every, filename=filename)
+        whole = train(tmp_path, data(), 4, callbacks=[keep], limit_train_batches=limit)
+        again = train(
+            tmp_path, data(), 4, tmp_path / f"{name}.ckpt", enable_checkpointing=False, limit_train_batches=limit
+        )
+        assert again == {epoch: whole[epoch] for epoch in (2, 3)}
+
     def test_a_second_trainer_begins_with_the_first_order(self, tmp_path: Path) -> None:
         loader = loader_of()
         first = train(tmp_path, loader, 3, enable_checkpointing=False)
@@ -111,11 +125,13 @@ class TestResumeUnderATrainer:
         assert rest == {0: whole[0][3 * 8 :]}
 
 
-def test_what_was_left_of_a_resumed_epoch_comes_once() -> None:
+def test_a_look_into_a_resumed_epoch_leaves_its_position_and_a_cycle_begins_it_anew() -> None:
     sampler = ElasticSampler(Order(12, shuffle=False), 4)
     sampler.set_epoch(0)
     sampler.resume(0, 8, 2)
-    assert [list(sampler), list(sampler)] == [[8, 9, 10, 11], list(range(12))]
+    assert [list(sampler), list(sampler), sampler.consumed_after(3)] == [[8, 9, 10, 11], [8, 9, 10, 11], 12]
+    sampler.start_over()
+    assert list(sampler) == list(range(12))
 
 
 FLOATS = [torch.tensor([float(n)]) for n in range(8)]
